@@ -1,0 +1,136 @@
+"""A checkpoint folder -> a resident model. Memory while loading: the final size and one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from novalm_jax.checkpoint.dtypes import numpy_dtype, to_dtype
+from novalm_jax.checkpoint.files import TensorReader, list_tensors, read_json
+from novalm_jax.checkpoint.mapping import Assignment, WeightMap, map_weights
+from novalm_jax.config import ModelConfig
+from novalm_jax.errors import OptionError
+from novalm_jax.models.decoder import Decoder
+from novalm_jax.models.families import find_family
+from novalm_jax.models.params import parameters_of
+
+_ALIGNMENT = 64
+"""XLA's CPU backend takes over a numpy buffer with this alignment instead of copying it."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that was read as far as it can be without its weights: all that can be wrong with it has been said.
+
+    Attributes:
+      folder: where it is.
+      config: the model it holds.
+      weights: which stored bytes fill which parameter.
+    """
+
+    folder: Path
+    config: ModelConfig
+    weights: WeightMap
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Checkpoint:
+        """Reads config.json and the headers of all files.
+
+        Raises:
+          CheckpointError: files are missing, damaged, or do not hold what config.json asks for.
+          ConfigError: config.json asks for something that is not supported.
+        """
+        folder = Path(folder)
+        stored = list_tensors(folder)
+        raw = read_json(folder / "config.json")
+        family = find_family(raw)
+        config = family.read_config(raw)
+        shapes = {path: param.shape for path, param in parameters_of(abstract_model(config)).items()}
+        return cls(folder, config, map_weights(family, shapes, stored))
+
+    def load(self, dtype: str) -> Decoder:
+        """The model with its weights, each rounded once to `dtype`."""
+        model = abstract_model(self.config, dtype)
+        parameters = parameters_of(model)
+        with TensorReader() as reader, _progress(self.weights.nbytes) as advance:
+            for assignment in sorted(self.weights.assignments, key=_place):
+                buffer = read_parameter(reader, assignment, np.dtype(jnp.dtype(dtype)), advance)
+                parameters[assignment.path].set_value(jax.device_put(buffer))
+        return model
+
+
+def load_model(path: str | Path, dtype: str = "float32") -> Decoder:
+    """Loads a Hugging Face checkpoint folder, everything resident on the default device.
+
+    Args:
+      path: the folder that holds config.json and the .safetensors files.
+      dtype: "float32" or "bfloat16"; every weight is rounded to it once, to nearest even.
+
+    Returns:
+      A Flax NNX module: `model(tokens)` maps int32 `[b, t]` to float32 logits `[b, t, v]` and is differentiable.
+      Under jit pass it as an argument, `jax.jit(lambda m, t: m(t))(model, tokens)`: `jax.jit(model)` would copy the
+      weights into the program.
+
+    Raises:
+      CheckpointError, ConfigError: the folder cannot be loaded; the message lists everything that is wrong.
+      OptionError: another dtype.
+    """
+    if dtype not in ("float32", "bfloat16"):
+        raise OptionError(f"dtype: {dtype!r} is not one of float32, bfloat16.")
+    return Checkpoint.open(path).load(dtype)
+
+
+def abstract_model(config: ModelConfig, dtype: str = "float32") -> Decoder:
+    """The module with shapes in place of arrays: no memory is taken."""
+    return nnx.eval_shape(lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+
+
+def read_parameter(
+    reader: TensorReader, assignment: Assignment, dtype: np.dtype, advance: Any = lambda count: None
+) -> np.ndarray:
+    """One parameter, piece by piece, rounded to `dtype`. `advance` hears of every count of bytes read."""
+    whole = _aligned(assignment.shape, dtype)
+    for piece in assignment.pieces:
+        out = whole if piece.row is None else whole[piece.row]
+        stored = numpy_dtype(piece.tensor.dtype)
+        if stored == dtype:
+            reader.read_into(piece.tensor, _bytes(out), piece.start)
+        else:
+            scratch = np.empty(piece.shape, stored)
+            reader.read_into(piece.tensor, _bytes(scratch), piece.start)
+            to_dtype(scratch, dtype, out)
+        advance(piece.nbytes)
+    return whole
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    offset = -raw.ctypes.data % _ALIGNMENT
+    return raw[offset : offset + size].view(dtype).reshape(shape)
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _place(assignment: Assignment) -> tuple[str, int]:
+    """Where a parameter begins on disk: reading in this order is reading forwards."""
+    first = assignment.pieces[0]
+    return str(first.tensor.file), first.tensor.offset + first.start
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    """A bar of bytes with their rate, on stderr when that is a terminal."""
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="loading", disable=None) as bar:
+        yield bar.update

@@ -1,0 +1,173 @@
+"""Which stored bytes fill which parameter. Decided from names and shapes alone, before any memory is taken.
+
+Strict both ways: every parameter is filled exactly once, every stored tensor is read or known to be needless. All
+that does not fit is collected and said at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from novalm_jax.checkpoint.dtypes import numpy_dtype
+from novalm_jax.checkpoint.header import StoredTensor, some
+from novalm_jax.errors import CheckpointError
+from novalm_jax.models.families.family import Family, Packed, PerExpert, Source
+
+Shape = tuple[int, ...]
+
+FLOATS = ("F32", "BF16", "F16")
+"""Stored dtypes that weights are read from."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous range of a stored tensor, from byte `start`, and the row of the parameter it fills (None: all)."""
+
+    tensor: StoredTensor
+    start: int
+    shape: Shape
+    row: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return int(np.prod(self.shape)) * numpy_dtype(self.tensor.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The pieces that make one parameter, in the order of its rows."""
+
+    path: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """All assignments of a checkpoint, and the stored tensors that the network does not need."""
+
+    assignments: tuple[Assignment, ...]
+    ignored: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return sum(piece.nbytes for assignment in self.assignments for piece in assignment.pieces)
+
+
+def map_weights(family: Family, shapes: Mapping[str, Shape], stored: Mapping[str, StoredTensor]) -> WeightMap:
+    """Finds the stored tensors of every parameter.
+
+    Args:
+      family: whose tensor names to use.
+      shapes: parameter path -> shape.
+      stored: from `list_tensors`.
+
+    Raises:
+      CheckpointError: tensors missing, left over, stored in two layouts at once, of the wrong shape, or of a dtype
+        that is not read; all of them in one message.
+    """
+    problems = _Problems()
+    used: set[str] = set()
+    assignments = []
+    for path, shape in shapes.items():
+        layouts = [_pieces(source, path, shape) for source in _sources(family, path)]
+        present = [layout for layout in layouts if any(want.name in stored for want in layout)]
+        if len(present) > 1:
+            problems.doubled += [f"{path}, as {layout[0].name} and so on" for layout in present]
+        layout = present[0] if present else layouts[0]
+        used.update(want.name for found in present for want in found)
+        absent = [want.name for want in layout if want.name not in stored]
+        problems.missing += absent
+        if not absent:
+            assignments.append(Assignment(path, shape, tuple(_checked(want, stored, problems) for want in layout)))
+    left = [name for name in stored if name not in used]
+    needless = [name for name in left if _needless(family, name, tied="head.weight" not in shapes)]
+    problems.unexpected += sorted(set(left) - set(needless))
+    problems.raise_if_any(next(iter(stored.values())).file.parent if stored else None)
+    return WeightMap(tuple(assignments), tuple(needless))
+
+
+@dataclass(frozen=True)
+class _Want:
+    """A range of elements of a tensor that is expected to be stored."""
+
+    name: str
+    tensor_shape: Shape
+    start: int
+    shape: Shape
+    row: int | None
+
+
+def _sources(family: Family, path: str) -> Sequence[Source]:
+    layer = re.search(r"\.(\d+)\.", path)
+    number = layer.group(1) if layer else ""
+    pattern = path.replace(f".{number}.", ".{l}.", 1) if layer else path
+    return [
+        type(source)(**{**vars(source), "name": source.name.replace("{l}", number)})
+        for source in family.tensors[pattern]
+    ]
+
+
+def _pieces(source: Source, path: str, shape: Shape) -> list[_Want]:
+    """What has to be stored for this parameter, if it is stored in this way."""
+    if isinstance(source, PerExpert):
+        names = (source.name.replace("{e}", str(e)) for e in range(shape[0]))
+        return [_Want(name, shape[1:], 0, shape[1:], e) for e, name in enumerate(names)]
+    if isinstance(source, Packed):
+        experts, rows, *rest = shape
+        whole = (experts, rows * source.parts, *rest)
+        size = int(np.prod(shape[1:]))
+        starts = (size * (e * source.parts + source.part) for e in range(experts))
+        return [_Want(source.name, whole, start, shape[1:], e) for e, start in enumerate(starts)]
+    return [_Want(source.name, shape, 0, shape, None)]
+
+
+def _checked(want: _Want, stored: Mapping[str, StoredTensor], problems: _Problems) -> Piece:
+    tensor = stored[want.name]
+    if tensor.dtype not in FLOATS:
+        problems.unread.append(f"{want.name} is {tensor.dtype}")
+        return Piece(tensor, 0, (), want.row)
+    if tensor.shape != want.tensor_shape:
+        problems.misshapen.append(f"{want.name} is {list(tensor.shape)}, not {list(want.tensor_shape)}")
+    return Piece(tensor, want.start * numpy_dtype(tensor.dtype).itemsize, want.shape, want.row)
+
+
+def _needless(family: Family, name: str, *, tied: bool) -> bool:
+    patterns: Iterable[str] = (*family.ignored_tensors, r"lm_head\.weight") if tied else family.ignored_tensors
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+class _Problems:
+    """What does not fit, by kind."""
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.doubled: list[str] = []
+        self.misshapen: list[str] = []
+        self.unread: list[str] = []
+
+    def raise_if_any(self, folder: object) -> None:
+        headings = {
+            "missing": self.missing,
+            "not known to this family": self.unexpected,
+            "stored in two layouts at once": self.doubled,
+            "of another shape than config.json asks for": self.misshapen,
+            f"of a dtype that is not read ({', '.join(FLOATS)} are)": self.unread,
+        }
+        found = [
+            f"{len(unique)} {heading}: {some(unique)}"
+            for heading, names in headings.items()
+            if (unique := dict.fromkeys(names))
+        ]
+        if found:
+            raise CheckpointError(
+                f"{folder}: the tensors do not match config.json. {'; '.join(found)}. Check that config.json belongs to "
+                "these files and that the download is complete."
+            )

@@ -1,0 +1,123 @@
+"""The decoder-only transformer of every family here, as Flax NNX modules.
+
+`Decoder` is the trainable module: plain attention, all experts at hand. A runtime takes layers apart instead:
+`attend` and `route` on one side of the router, experts wherever they live, `combine` on the other.
+Knows nothing of files, tiers or requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from novalm_jax.config import LayerConfig, MLPConfig, ModelConfig
+from novalm_jax.kernels.linear import einsum
+from novalm_jax.models.attention import Attention, Cache, Place, Uncached
+from novalm_jax.models.linear import GatedMLP, Linear
+from novalm_jax.models.moe import MoE, Routing
+from novalm_jax.models.norms import RMSNorm
+from novalm_jax.models.params import parameter
+
+
+class Routed(NamedTuple):
+    """The hidden state at the router split: residual x `[b, t, d]`, normed h `[b * t, d]`, and the choice for h."""
+
+    x: jax.Array
+    h: jax.Array
+    routing: Routing
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(self, config: LayerConfig, *, dtype: Any, rngs: nnx.Rngs):
+        self.config = config
+        size, eps = config.hidden_size, config.norm_eps
+        self.attention_norm = RMSNorm(size, eps, dtype=dtype, rngs=rngs)
+        self.attention = Attention(size, config.attention, eps, dtype=dtype, rngs=rngs)
+        self.feed_forward_norm = RMSNorm(size, eps, dtype=dtype, rngs=rngs)
+        inner = config.feed_forward
+        self.feed_forward: GatedMLP | MoE
+        if isinstance(inner, MLPConfig):
+            self.feed_forward = GatedMLP(size, inner.width, inner.activation, bias=inner.bias, dtype=dtype, rngs=rngs)
+        else:
+            self.feed_forward = MoE(size, inner, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, place: Place, kv: Cache) -> tuple[jax.Array, Cache]:
+        """`x [b, t, d]` -> `[b, t, d]` and the cache that follows, with all weights at hand."""
+        x, kv = self.attend(x, place, kv)
+        with jax.named_scope("feed_forward"):
+            h = self.feed_forward_norm(x)
+            return self.add(x, self.feed_forward(h.reshape(-1, h.shape[-1]))), kv
+
+    def attend(self, x: jax.Array, place: Place, kv: Cache) -> tuple[jax.Array, Cache]:
+        """The attention half of the layer."""
+        with jax.named_scope("attention"):
+            out, kv = self.attention(self.attention_norm(x), place, kv)
+            return self.add(x, out), kv
+
+    def route(self, x: jax.Array) -> Routed:
+        """The feed-forward half up to the router split; for layers with experts."""
+        assert isinstance(self.feed_forward, MoE)
+        with jax.named_scope("route"):
+            h = self.feed_forward_norm(x)
+            h = h.reshape(-1, h.shape[-1])
+            return Routed(x, h, self.feed_forward.route(h))
+
+    def combine(self, routed: Routed, products: jax.Array) -> jax.Array:
+        """The feed-forward half after the router split: `products [b * t, k, d]` -> `[b, t, d]`."""
+        assert isinstance(self.feed_forward, MoE)
+        with jax.named_scope("combine"):
+            return self.add(routed.x, self.feed_forward.combine(routed.h, products, routed.routing.weights))
+
+    def add(self, x: jax.Array, branch: jax.Array) -> jax.Array:
+        """x plus a branch of the layer, times the family's residual multiplier."""
+        branch = branch.reshape(x.shape)
+        scale = self.config.residual_multiplier
+        return x + branch if scale == 1.0 else x + branch * scale
+
+
+class Embedding(nnx.Module):
+    """One vector for each vocabulary entry."""
+
+    def __init__(self, config: ModelConfig, *, dtype: Any, rngs: nnx.Rngs):
+        self.weight = parameter(rngs, (config.vocab_size, config.hidden_size), ("vocab", "embed"), dtype)
+        self.multiplier = config.embedding_multiplier
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """int32 `[...]` -> `[..., d]`."""
+        x: jax.Array = jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+        return x if self.multiplier == 1.0 else x * self.multiplier
+
+
+class Decoder(nnx.Module):
+    """A whole model. Calling it runs whole sequences without a cache and is differentiable."""
+
+    def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = Embedding(config, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(layer, dtype=dtype, rngs=rngs) for layer in config.layers])
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype, rngs=rngs)
+        self.head = None if config.tie_embeddings else self._untied_head(dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """int32 `tokens [b, t]` -> float32 logits `[b, t, v]`."""
+        b, t = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None], (b, t))
+        place = Place(positions, jnp.full((b,), t, jnp.int32))
+        x, kv = self.embed(tokens), Uncached()
+        for layer in self.layers:
+            x, kv = layer(x, place, kv)
+        return self.logits(x)
+
+    def _untied_head(self, *, dtype: Any, rngs: nnx.Rngs) -> Linear:
+        return Linear(self.config.hidden_size, self.config.vocab_size, ("vocab", "embed"), dtype=dtype, rngs=rngs)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states `[..., d]` after the last layer -> float32 logits `[..., v]`."""
+        with jax.named_scope("head"):
+            weight = self.embed.weight if self.head is None else self.head.weight
+            return einsum("...d,vd->...v", self.norm(x), weight[...]) / self.config.logits_divisor

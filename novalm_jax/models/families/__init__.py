@@ -1,0 +1,38 @@
+"""The supported families, one table file for each `model_type`. `read_config` turns a config.json into a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, Final
+
+from novalm_jax.config import ModelConfig
+from novalm_jax.errors import ConfigError
+from novalm_jax.models.families.family import Family
+
+FAMILIES: Final = ("granitemoe", "llama", "mistral", "mixtral", "olmoe", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Every `model_type` with a table; the table is `FAMILY` in the module of that name."""
+
+
+def find_family(stored: Mapping[str, Any]) -> Family:
+    """The table for this `config.json`.
+
+    Raises:
+      ConfigError: no `model_type`, or one without a table.
+    """
+    model_type = stored.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConfigError("config.json has no model_type, so nothing says which network this is.")
+    if model_type not in FAMILIES:
+        raise ConfigError(f"Models of type {model_type!r} are not supported yet; these are: {', '.join(FAMILIES)}.")
+    family: Family = import_module(f"novalm_jax.models.families.{model_type}").FAMILY
+    return family
+
+
+def read_config(stored: Mapping[str, Any]) -> ModelConfig:
+    """The model that a `config.json`, as a dictionary, describes.
+
+    Raises:
+      ConfigError: an unsupported family, or fields that are unknown, missing or refused; all named in one message.
+    """
+    return find_family(stored).read_config(stored)

@@ -1,0 +1,199 @@
+"""What a family table is: which fields of `config.json` mean what, and which stored tensors fill which parameters.
+
+A family is data. Strictness lives here, once: every field of a configuration is used, known to have no effect, or
+refused by name. Reads dictionaries only; files and arrays are other people's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, get_args, get_type_hints
+
+from novalm_jax.config import ModelConfig, Traits, build_config
+from novalm_jax.errors import ConfigError
+from novalm_jax.models.families.rope import ROPE_FIELDS, read_rope
+
+REQUIRED: Final = object()
+"""Marks a field that a configuration must have: no default would be a safe guess."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """The field sets a trait. `default` is the reference implementation's, for when the field is absent."""
+
+    trait: str
+    default: Any = REQUIRED
+
+
+@dataclass(frozen=True)
+class Only:
+    """The field changes the network in ways that are implemented for these values alone; others are refused."""
+
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Ignore:
+    """The field has no effect in this family, though it may have one in others."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The parameter is one stored tensor, as it is."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class PerExpert:
+    """The parameter `[e, ...]` is stored one expert a tensor; `{e}` in the name is the expert's number."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The parameter `[e, f, d]` is part `part` of `parts` equal parts of a packed tensor `[e, parts * f, d]`."""
+
+    name: str
+    part: int = 0
+    parts: int = 1
+
+
+Meaning = Use | Only | Ignore
+Source = Stored | PerExpert | Packed
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`: how to read its configuration and where its parameters are stored.
+
+    Attributes:
+      model_type: the name in config.json.
+      fields: config.json field -> what it means.
+      traits: traits of the family that no field sets.
+      tensors: parameter path, with `{l}` for the layer -> the ways it may be stored, the hub's own first.
+      ignored_tensors: regular expressions of stored tensors that the network does not need.
+      rope_theta: the base frequency where the configuration names none.
+      renamed: field -> the other name that some writers give it.
+    """
+
+    model_type: str
+    fields: Mapping[str, Meaning]
+    tensors: Mapping[str, Sequence[Source]]
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    ignored_tensors: Sequence[str] = ()
+    rope_theta: float = 10000.0
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def read_config(self, stored: Mapping[str, Any]) -> ModelConfig:
+        """The model that a `config.json` of this family describes.
+
+        Raises:
+          ConfigError: unknown, missing, mistyped or unsupported fields, all of them in one message.
+        """
+        stored = self._with_own_names(stored)
+        problems = [*self._unknown(stored), *_not_causal(stored), *self._refused(stored)]
+        values = dict(self.traits)
+        for name, use in self.fields.items():
+            if isinstance(use, Use):
+                value = stored.get(name, use.default)
+                if value is REQUIRED:
+                    problems.append(f"{name} is missing")
+                elif fault := _mistyped(name, value, use.trait):
+                    problems.append(fault)
+                else:
+                    values[use.trait] = tuple(value) if isinstance(value, list) else value
+        if problems:
+            raise ConfigError(f"config.json ({self.model_type}): {'; '.join(problems)}.")
+        values["rope"] = read_rope(stored, self.rope_theta, context_length=values["context_length"])
+        return build_config(self.model_type, Traits(**values))
+
+    def _with_own_names(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """`stored` with second names of fields replaced by their first."""
+        stored = dict(stored)
+        for name, other in self.renamed.items():
+            if other in stored:
+                value = stored.pop(other)
+                if stored.setdefault(name, value) != value:
+                    raise ConfigError(
+                        f"config.json ({self.model_type}): {name} is {stored[name]!r}, but {other}, another name for "
+                        f"the same thing, is {value!r}. Keep the right one."
+                    )
+        return stored
+
+    def _unknown(self, stored: Mapping[str, Any]) -> list[str]:
+        known = {*self.fields, *ROPE_FIELDS, *NO_EFFECT, *NOT_SUPPORTED}
+        return [f"{name} = {_short(stored[name])} is not known here" for name in stored if name not in known]
+
+    def _refused(self, stored: Mapping[str, Any]) -> list[str]:
+        problems = [f"{name}: {why}" for name, why in NOT_SUPPORTED.items() if stored.get(name) not in (None, False)]
+        quantised = stored.get("quantization_config")
+        if isinstance(quantised, Mapping):
+            problems[problems.index(f"quantization_config: {NOT_SUPPORTED['quantization_config']}")] = (
+                f"quantization_config: weights in the {quantised.get('quant_method', 'unnamed')!r} format cannot be "
+                "read yet; use the bfloat16 or float32 checkpoint of this model"
+            )
+        for name, only in self.fields.items():
+            if isinstance(only, Only) and name in stored and stored[name] not in only.values:
+                allowed = " or ".join(repr(value) for value in only.values)
+                problems.append(f"{name} = {_short(stored[name])} is not supported ({allowed} is)")
+        return problems
+
+
+NO_EFFECT: Final = frozenset(
+    # Training and its bookkeeping.
+    "attention_dropout initializer_range output_router_logits router_aux_loss_coef router_jitter_noise pretraining_tp "
+    "problem_type finetuning_task task_specific_params "
+    # How a program runs the model, not what it computes.
+    "use_cache torch_dtype dtype transformers_version architectures _name_or_path name_or_path _attn_implementation "
+    "_attn_implementation_autoset attn_implementation model_type return_dict return_dict_in_generate "
+    "output_attentions output_hidden_states output_scores torchscript use_bfloat16 pruned_heads "
+    "chunk_size_feed_forward tf_legacy_loss is_decoder "
+    # The text side reads these where they belong; labels are for classifiers.
+    "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix id2label "
+    "label2id forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens bad_words_ids "
+    # Sampling defaults that old writers left in config.json; generation_config.json holds the ones that count.
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
+    "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
+    "num_return_sequences remove_invalid_values exponential_decay_length_penalty".split()
+)
+"""Fields that no forward pass of any family here depends on."""
+
+NOT_SUPPORTED: Final[Mapping[str, str]] = {
+    "quantization_config": "quantised weights cannot be read yet",
+    "compression_config": "compressed weights cannot be read yet",
+    "is_encoder_decoder": "encoder-decoder models are not supported",
+    "add_cross_attention": "cross attention is not supported",
+    "cross_attention_hidden_size": "cross attention is not supported",
+    "tie_encoder_decoder": "encoder-decoder models are not supported",
+}
+"""Fields that any family may carry and none supports, unless null or false."""
+
+
+def _not_causal(stored: Mapping[str, Any]) -> list[str]:
+    names = stored.get("architectures") or []
+    if names and not any(str(name).endswith("ForCausalLM") for name in names):
+        return [f"architectures is {', '.join(map(str, names))}, which is not a causal language model"]
+    return []
+
+
+def _mistyped(name: str, value: Any, trait: str) -> str | None:
+    """Why `value` cannot be the trait, or None. An integer will do where a fraction is expected; a bool is neither."""
+    hint = get_type_hints(Traits)[trait]
+    for kind in get_args(hint) or (hint,):
+        if kind is type(None) and value is None:
+            return None
+        if kind is float and type(value) in (int, float):
+            return None
+        if kind in (int, bool, str) and type(value) is kind:
+            return None
+        if (item := (get_args(kind) or (None,))[0]) is not None and isinstance(value, list | tuple):
+            return None if all(type(entry) is item for entry in value) else f"{name} = {_short(value)} has a bad entry"
+    return f"{name} = {_short(value)} has the wrong type"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

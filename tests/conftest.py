@@ -1,0 +1,7 @@
+"""Strict numerics for every test: no silent dtype or rank promotion, warnings are errors (pyproject.toml)."""
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
