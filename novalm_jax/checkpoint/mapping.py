@@ -168,6 +168,6 @@ class _Problems:
         ]
         if found:
             raise CheckpointError(
-                f"{folder}: the tensors do not match config.json. {'; '.join(found)}. Check that config.json belongs to "
+                f"{folder}: tensors do not match config.json. {'; '.join(found)}. Check that config.json belongs to "
                 "these files and that the download is complete."
             )

@@ -80,6 +80,14 @@ class DecoderLayer(nnx.Module):
         return x + branch if scale == 1.0 else x + branch * scale
 
 
+def without_experts(layer: DecoderLayer) -> DecoderLayer:
+    """The layer for a runtime that keeps its routed experts elsewhere: everything but their weights."""
+    layer = nnx.clone(layer)
+    if isinstance(layer.feed_forward, MoE):
+        del layer.feed_forward.experts
+    return layer
+
+
 class Embedding(nnx.Module):
     """One vector for each vocabulary entry."""
 

@@ -38,7 +38,7 @@ class Experts(nnx.Module):
 
     def weights(self) -> kernel.Weights:
         """The arrays, as the expert kernels take them."""
-        return kernel.Weights(self.gate[...], self.up[...], self.down[...])
+        return kernel.Weights(self.gate.get_value(), self.up.get_value(), self.down.get_value())
 
 
 class MoE(nnx.Module):

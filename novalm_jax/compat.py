@@ -1,0 +1,113 @@
+"""Everything that depends on the version of JAX or on the platform underneath, so that nothing else does.
+
+Works with jax 0.10.2 (Python 3.11) and later. Imports JAX inside functions, as the ground floor must stay light.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+
+_log = logging.getLogger("novalm_jax")
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def compile_program(
+    function: Callable[..., Any], arguments: Sequence[Any], *, donate: Sequence[int] = ()
+) -> jax.stages.Compiled:
+    """Compiles `function` ahead of time for arguments of these shapes (`jax.ShapeDtypeStruct` or arrays, in trees).
+
+    Excess precision is off: XLA must not keep bfloat16 results in float32 between operations, or the same step cut
+    into other programs would round differently.
+    """
+    import jax
+
+    lowered = jax.jit(function, donate_argnums=tuple(donate)).lower(*arguments)
+    return lowered.compile(compiler_options={"xla_allow_excess_precision": False})
+
+
+def program_bytes(program: jax.stages.Compiled) -> tuple[int, int]:
+    """Bytes that a run of `program` takes beyond its arguments: temporaries, and outputs that alias no argument."""
+    analysis = program.memory_analysis()
+    if analysis is None:
+        return 0, 0
+    return int(analysis.temp_size_in_bytes), int(analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+
+
+class CompileCounter:
+    """Counts the programs this process compiles (or takes from the compilation cache), from JAX's own events."""
+
+    _count = 0
+    _listening = False
+
+    def __init__(self) -> None:
+        if not CompileCounter._listening:
+            import jax
+
+            jax.monitoring.register_event_duration_secs_listener(CompileCounter._hear)
+            CompileCounter._listening = True
+        self._start = CompileCounter._count
+
+    @classmethod
+    def _hear(cls, event: str, _seconds: float, **_: Any) -> None:
+        cls._count += event == _COMPILE_EVENT
+
+    @property
+    def count(self) -> int:
+        """Programs since this counter was made."""
+        return CompileCounter._count - self._start
+
+
+def enable_compilation_cache(folder: Path) -> None:
+    """Keeps compiled programs in `folder`, small and quick ones too. A folder that cannot be written only warns."""
+    import jax
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        _log.warning("%s cannot be written: compiled programs are not kept, so the next start compiles again", folder)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def compilation_cache_folder() -> Path:
+    """Where the user's compiled programs are kept: below XDG_CACHE_HOME, else ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "novalm-jax" / "programs"
+
+
+def device_bytes(device: jax.Device) -> int | None:
+    """Memory of an accelerator, in bytes, as its allocator sees it; None where the device is the CPU."""
+    if device.platform == "cpu":
+        return None
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit")
+
+
+def available_ram() -> int:
+    """RAM this process may still take, in bytes: what the kernel calls available, within the container's limit."""
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            room = int(Path(limit).read_text()) - int(Path(used).read_text())
+        except (OSError, ValueError):
+            continue
+        available = min(available, max(room, 0))
+    return available

@@ -1,0 +1,155 @@
+"""Requests -> tokens, step by step: which request has which row of the cache, and what each step runs.
+
+Single-threaded by design: whoever waits for a request steps the engine, and a lock lets several threads wait. A step
+admits waiting requests to free rows, in order, and then decodes one token for every running request.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from novalm_jax.engine.executor import Executor
+from novalm_jax.engine.programs import Decoded
+from novalm_jax.engine.request import Request
+from novalm_jax.engine.sampler import Sampler
+from novalm_jax.engine.sampling import greedy_suffices
+from novalm_jax.errors import EngineError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Engine:
+    """Runs requests on an executor, many at a time."""
+
+    def __init__(self, executor: Executor, sampler: Sampler):
+        self._executor = executor
+        self._sampler = sampler
+        self._lock = threading.RLock()
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._free_rows = list(range(executor.rows))
+        self._closed = False
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+        self.compute_seconds = 0.0
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests; `step` runs them."""
+        with self._lock:
+            self._check_open()
+            self._waiting.extend(requests)
+
+    def step(self) -> None:
+        """One iteration. What fails in it ends every running request.
+
+        Raises:
+          EngineError: the step failed, or the engine is closed.
+        """
+        with self._lock:
+            self._check_open()
+            try:
+                self._release()
+                self._admit()
+                self._decode()
+                self._release()
+            except BaseException as error:
+                self._fail(error)
+                if isinstance(error, Exception):
+                    raise EngineError(f"A step failed, and the requests in it are lost: {error}") from error
+                raise
+
+    @contextmanager
+    def spare_row(self) -> Iterator[int]:
+        """A row of the cache for work outside the requests, which wait meanwhile."""
+        with self._lock:
+            while not self._free_rows:
+                self.step()
+            row = self._free_rows.pop()
+            try:
+                yield row
+            finally:
+                self._free_rows.append(row)
+
+    def close(self) -> None:
+        """Ends all requests and frees the device's memory. Closing twice is fine."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for request in (*self._waiting, *self._running):
+                    request.finish("abort")
+                self._waiting.clear()
+                self._running.clear()
+                self._executor.close()
+                self._sampler.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("This LLM is closed; make a new one.")
+
+    def _admit(self) -> None:
+        while self._waiting and self._free_rows:
+            request = self._waiting.popleft()
+            if request.finish_reason is not None:
+                continue
+            request.row = self._free_rows.pop()
+            self._running.append(request)
+            if not greedy_suffices(request.sampling):
+                self._sampler.admit(request.row, request.sampling, request.prompt_ids, sorted(request.end_ids))
+            start = time.perf_counter()
+            decoded = self._executor.prefill(request.row, request.prompt_ids)
+            self.prompt_tokens += len(request.prompt_ids)
+            self._accept([request], decoded, start)
+
+    def _decode(self) -> None:
+        running = [request for request in self._running if request.finish_reason is None]
+        if running:
+            start = time.perf_counter()
+            lengths = [request.length for request in running]
+            decoded = self._executor.decode(
+                tokens=[request.token_ids[-1] for request in running],
+                rows=[_row(request) for request in running],
+                positions=[length - 1 for length in lengths],
+                known=lengths,
+            )
+            self._accept(running, decoded, start)
+
+    def _accept(self, requests: Sequence[Request], decoded: Decoded, start: float) -> None:
+        """Chooses a token for each request from its line of `decoded`, and hands it over."""
+        ids = np.array(decoded.greedy)
+        logprobs: list[dict[int, float] | None] = [None] * len(requests)
+        drawn = [None if greedy_suffices(request.sampling) else _row(request) for request in requests]
+        if any(row is not None for row in drawn):
+            wanted = [request.sampling.logprobs for request in requests]
+            sampled, logprobs = self._sampler.sample(decoded.logits, drawn, wanted)
+            ids = [ids[i] if row is None else sampled[i] for i, row in enumerate(drawn)]
+        self.compute_seconds += time.perf_counter() - start
+        for request, token, logprob in zip(requests, ids, logprobs, strict=False):
+            request.accept(int(token), logprob)
+            self.generated_tokens += 1
+
+    def _release(self) -> None:
+        """Gives back the rows of requests that ended."""
+        for request in [request for request in self._running if request.finish_reason is not None]:
+            self._running.remove(request)
+            self._free_rows.append(_row(request))
+            request.row = None
+
+    def _fail(self, error: BaseException) -> None:
+        for request in self._running:
+            if request.finish_reason is None:
+                request.error = error if isinstance(error, Exception) else None
+                request.finish("abort")
+        self._release()
+
+
+def _row(request: Request) -> int:
+    assert request.row is not None
+    return request.row

@@ -1,0 +1,130 @@
+"""Runs the programs: owns the weights and the caches on the device, and the order in which they are used.
+
+Knows tokens, rows and positions. Refuses to know requests, sampling and text. One thread at a time may call it: a
+cache that a program was given is gone, and only the newest one is held here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+
+from novalm_jax.engine.programs import (
+    Chunk,
+    Decoded,
+    ModelWeights,
+    Programs,
+    Rows,
+    Structure,
+    decode_rows,
+    prefill_rows,
+)
+from novalm_jax.kv.static import storage_dtype
+from novalm_jax.models.decoder import Decoder, Routed
+
+
+class Executor:
+    """A resident model with a cache for `shapes.rows` sequences."""
+
+    def __init__(self, model: Decoder, programs: Programs):
+        self._programs = programs
+        self._layers = model.config.layers
+        self._weights: ModelWeights = Structure.take_apart(model, to_storage)
+        self._caches = list(programs.new_caches())
+        shapes = programs.shapes
+        self.rows = shapes.rows
+        self.capacity = shapes.capacity
+        self._prefill_rows = prefill_rows(shapes.capacity)
+        self._decode_rows = decode_rows(shapes.rows)
+        self.launches = 0
+
+    def prefill(self, row: int, tokens: Sequence[int]) -> Decoded:
+        """Puts a prompt into a row of the cache, chunk by chunk.
+
+        Returns:
+          What follows its last token, as the first of two equal rows.
+        """
+        for x, count, bucket in self._chunks(row, tokens, len(tokens)):
+            last = x, count, bucket
+        x, count, bucket = last
+        return self._run(self._programs.head(bucket), self._weights.outer, x, np.int32(count - 1))
+
+    def prefill_logits(self, row: int, tokens: Sequence[int], known: int) -> np.ndarray:
+        """As `prefill`, for a sequence of which `known` tokens are known, but returns the logits of all tokens of the
+        prompt: float32 `[t, v]`, on the host."""
+        parts = []
+        for x, count, bucket in self._chunks(row, tokens, known):
+            logits = self._run(self._programs.head_of_all(bucket), self._weights.outer, x)
+            parts.append(np.asarray(logits)[:count])
+        return np.concatenate(parts)
+
+    def decode(
+        self, tokens: Sequence[int], rows: Sequence[int], positions: Sequence[int], known: Sequence[int]
+    ) -> Decoded:
+        """One step: `tokens[i]` stands at `positions[i]` of row `rows[i]`, in a sequence of `known[i]` known tokens.
+        The result is padded to a bucket of rows."""
+        bucket = next(size for size in self._decode_rows if size >= len(tokens))
+
+        def padded(values: Sequence[int], idle: int) -> np.ndarray:
+            return np.array([*values, *[idle] * (bucket - len(values))], np.int32)
+
+        step = Rows(padded(tokens, 0), padded(rows, self.rows), padded(positions, -1), padded(known, 0))
+        with self._caches_in_use():
+            decoded, caches = self._run(self._programs.decode(bucket), self._weights, tuple(self._caches), step)
+            self._caches = list(caches)
+        return decoded
+
+    def close(self) -> None:
+        """Frees weights and caches on the device."""
+        for leaf in jax.tree.leaves((self._weights, self._caches)):
+            leaf.delete()
+        self._weights, self._caches = ModelWeights((), ()), []
+
+    def _chunks(self, row: int, tokens: Sequence[int], known: int) -> Iterator[tuple[jax.Array, int, int]]:
+        """Runs a prompt through all layers, yielding each chunk's hidden states `[1, t, d]`, tokens in it, and t."""
+        largest = self._prefill_rows[-1]
+        for begin in range(0, len(tokens), largest):
+            part = np.asarray(tokens[begin : begin + largest], np.int32)
+            bucket = next(size for size in self._prefill_rows if size >= len(part))
+            chunk = Chunk(np.int32(row), np.int32(begin), np.int32(len(part)), np.int32(known))
+            padded = np.pad(part, (0, bucket - len(part)))
+            x = self._run(self._programs.embed(bucket), self._weights.outer, padded)
+            with self._caches_in_use():
+                for i in range(len(self._layers)):
+                    x = self._prefill_layer(i, x, chunk, bucket)
+            yield x, len(part), bucket
+
+    def _prefill_layer(self, i: int, x: jax.Array, chunk: Chunk, bucket: int) -> jax.Array:
+        config, weights = self._layers[i], self._weights.layers[i]
+        attend = self._programs.attend(config, bucket)
+        routed, self._caches[i] = self._run(attend, weights.dense, self._caches[i], x, chunk)
+        if not isinstance(routed, Routed):
+            return routed
+        return self._run(self._programs.experts(config, bucket), weights.dense, weights.experts, routed)
+
+    def _run(self, program: jax.stages.Compiled, *arguments: object) -> jax.Array:
+        self.launches += 1
+        return program(*arguments)
+
+    @contextmanager
+    def _caches_in_use(self) -> Iterator[None]:
+        """A program that fails, or an interrupt before its results are kept, leaves caches that were given away: new
+        ones take their place, and the caller must count every row as lost."""
+        try:
+            yield
+        except BaseException:
+            self._caches = list(self._programs.new_caches())
+            raise
+
+
+def to_storage(stack: jax.Array) -> jax.Array:
+    """The same bits in storage form, without a copy where the device is the CPU."""
+    storage = storage_dtype(np.dtype(stack.dtype))
+    if stack.dtype == storage:
+        return stack
+    if stack.platform() == "cpu":
+        return jax.device_put(np.asarray(stack).view(storage))
+    return jax.lax.bitcast_convert_type(stack, storage)

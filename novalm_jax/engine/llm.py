@@ -1,0 +1,359 @@
+"""`LLM`: text in, text out. Prepares requests, waits for them, and reports; the engine does the rest.
+
+Starts no thread: whoever waits for text drives the engine. Safe to use from several threads.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from novalm_jax.checkpoint.load import Checkpoint
+from novalm_jax.compat import CompileCounter, compilation_cache_folder, enable_compilation_cache
+from novalm_jax.config import MoEConfig
+from novalm_jax.engine.engine import Engine
+from novalm_jax.engine.executor import Executor
+from novalm_jax.engine.placement import place
+from novalm_jax.engine.report import Report
+from novalm_jax.engine.request import Completion, Request
+from novalm_jax.engine.sampler import Sampler
+from novalm_jax.engine.sampling import choice_seed, resolve
+from novalm_jax.errors import CheckpointError, EngineError, OptionError, RequestError
+from novalm_jax.options import EngineOptions, SamplingParams
+from novalm_jax.resources import embedded_checkpoint
+from novalm_jax.text.detokenizer import TextStream
+from novalm_jax.text.generation_config import GenerationConfig
+from novalm_jax.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A language model that generates text. Also a context manager: leaving it frees the device's memory."""
+
+    def __init__(self, model: str | Path | None = None, **options: Any):
+        """Loads a checkpoint.
+
+        Args:
+          model: a Hugging Face folder; None for the model inside this package.
+          options: fields of `EngineOptions`.
+
+        Raises:
+          OptionError: an unknown option, or a value that cannot be used.
+          CheckpointError, ConfigError: the folder cannot be loaded.
+          BudgetError: the model does not fit `device_memory`; raised before any weight is read.
+        """
+        start = time.perf_counter()
+        self.options = _engine_options(options)
+        self._compiles = CompileCounter()
+        if self.options.compilation_cache:
+            enable_compilation_cache(compilation_cache_folder())
+        checkpoint = Checkpoint.open(embedded_checkpoint() if model is None else model)
+        self.config = checkpoint.config
+        self._defaults = GenerationConfig.load(checkpoint.folder)
+        self._tokenizer, self._no_tokenizer = _load_tokenizer(checkpoint.folder)
+        self._checkpoint = checkpoint
+        self._placement = place(checkpoint, self.options)
+        self._executor = Executor(checkpoint.load(self.options.dtype), self._placement.programs)
+        sampler = Sampler(self.options.max_batch, self.config.vocab_size)
+        self._engine = Engine(self._executor, sampler)
+        self._load_seconds = time.perf_counter() - start
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a prompt and its output together."""
+        return self._placement.context_length
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's tokenizer.
+
+        Raises:
+          CheckpointError: it has none, or one that cannot be read.
+        """
+        if self._tokenizer is None:
+            assert self._no_tokenizer is not None
+            raise self._no_tokenizer
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Completes prompts, all of them together.
+
+        Args:
+          prompts: a text, token ids, or a list of either.
+          sampling: for all prompts, or one for each.
+
+        Returns:
+          Completions in the order of the prompts, the n choices of one side by side.
+
+        Raises:
+          RequestError: a prompt or its sampling cannot be served; nothing has run then.
+          EngineError: the run failed.
+        """
+        requests = self._requests(prompts, sampling)
+        self._engine.submit(requests)
+        try:
+            for request in requests:
+                while not _ended(request):
+                    self._engine.step()
+        finally:
+            _abandon(requests)
+        return [request.completion() for request in requests]
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> TextIterator:
+        """The text of one completion, piece by piece as it becomes certain, never half a character.
+
+        Closing the iterator, or dropping it, ends the request. Its `completion` is there once it is exhausted.
+
+        Raises:
+          RequestError: as `generate`, and where n is not 1.
+        """
+        if sampling is not None and sampling.n != 1:
+            raise RequestError(f"n: a stream is one completion, and {sampling.n} are asked for; use streams().")
+        return self.streams([prompt], sampling)[0]
+
+    def streams(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[TextIterator]:
+        """As `stream` for every completion that `generate` would give; reading one moves all of them on."""
+        requests = self._requests(prompts, sampling)
+        self._engine.submit(requests)
+        return [TextIterator(self._engine, request) for request in requests]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> list[Completion]:
+        """Answers conversations: renders the checkpoint's chat template and completes it.
+
+        Args:
+          messages: one conversation, a list of {"role": ..., "content": ...}, or a list of conversations.
+          sampling: as in `generate`.
+          tools: JSON schemas, handed to the template as they are.
+          chat_template: the name of one of the checkpoint's templates, or a template; None for its default.
+          variables: further variables of the template.
+
+        Raises:
+          RequestError: also where there is no template, or the template refuses the messages.
+        """
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.tokenizer.encode_chat(conversation, tools=tools, chat_template=chat_template, **variables)
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling)
+
+    def logits(self, token_ids: Sequence[int], decode_from: int | None = None) -> np.ndarray:
+        """Logits of given tokens through the engine's own path: prefill, then from `decode_from` on token by token.
+
+        Returns:
+          float32 `[t, v]`; row i holds the logits of the token after `token_ids[i]`.
+
+        Raises:
+          RequestError: no tokens, too many, ids outside the vocabulary, or `decode_from` not in 1 to t.
+        """
+        ids = self._checked_ids(token_ids, "token_ids", most=self.context_length)
+        first = len(ids) if decode_from is None else decode_from
+        if not 1 <= first <= len(ids):
+            raise RequestError(f"decode_from: {first} is not between 1 and the {len(ids)} tokens there are.")
+        with self._engine.spare_row() as row:
+            parts = [self._executor.prefill_logits(row, ids[:first], known=len(ids))]
+            for position in range(first, len(ids)):
+                decoded = self._executor.decode([ids[position]], [row], [position], [len(ids)])
+                parts.append(np.asarray(decoded.logits)[:1])
+        return np.concatenate(parts)
+
+    def report(self) -> Report:
+        """What has been done so far, and what is where."""
+        placement, engine = self._placement, self._engine
+        experts = sum(layer.feed_forward.num_experts for layer in self.config.layers if _sparse(layer.feed_forward))
+        return Report(
+            device_budget_bytes=placement.budgets.device,
+            device_peak_bytes=placement.plan.device_bytes,
+            host_budget_bytes=placement.budgets.host,
+            disk_bytes_read=self._checkpoint.weights.nbytes,
+            context_length=self.context_length,
+            experts_on_device=experts,
+            compute_seconds=engine.compute_seconds,
+            load_seconds=self._load_seconds,
+            prompt_tokens=engine.prompt_tokens,
+            generated_tokens=engine.generated_tokens,
+            launches=self._executor.launches,
+            programs_compiled=self._compiles.count,
+            kernels={"experts": "xla", "attention": "xla"},
+            device_table=dict(placement.plan.parts),
+            ignored_tensors=self._checkpoint.weights.ignored,
+        )
+
+    def close(self) -> None:
+        """Ends what is running and frees the device's memory. Closing twice is fine."""
+        self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _requests(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        """One request for each choice of each prompt, all checked before any is queued."""
+        listed = _listed(prompts)
+        params = [sampling or SamplingParams()] * len(listed) if _single(sampling) else list(sampling or ())
+        if len(params) != len(listed):
+            raise RequestError(f"sampling: there are {len(params)} for {len(listed)} prompts; give one, or one each.")
+        return [
+            request
+            for index, (prompt, one) in enumerate(zip(listed, params, strict=True))
+            for request in self._choices(index, prompt, one)
+        ]
+
+    def _choices(self, index: int, prompt: Prompt, params: SamplingParams) -> Iterator[Request]:
+        name = f"prompt {index}"
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        room = self.context_length - len(ids)
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        prompt_ids = self._checked_ids(ids, name, most=self.context_length - (max_tokens > 0))
+        vocab = self.config.vocab_size
+        strange = [token for token in params.logit_bias or {} if not 0 <= token < vocab]
+        if strange:
+            raise RequestError(f"logit_bias: {strange[0]} is no token; the model's go from 0 to {vocab - 1}.")
+        ends = frozenset(() if params.ignore_eos else self._end_ids()) | frozenset(params.stop_token_ids)
+        sampling = resolve(params, self._defaults, fresh_seed=int.from_bytes(os.urandom(8), "little", signed=True))
+        for choice in range(params.n):
+            request = Request(
+                prompt_ids=prompt_ids,
+                sampling=replace(sampling, seed=choice_seed(sampling.seed, choice)),
+                max_tokens=min(max_tokens, room),
+                end_ids=ends,
+                text_stream=self._text_stream(params.stop),
+                index=index,
+                choice=choice,
+            )
+            if request.max_tokens == 0:
+                request.finish("length")
+            yield request
+
+    def _checked_ids(self, ids: Sequence[int], name: str, most: int) -> list[int]:
+        checked = [int(token) for token in ids]
+        if not checked:
+            raise RequestError(f"{name} is empty: there is nothing to go on from. Give at least one token.")
+        if len(checked) > most:
+            raise RequestError(
+                f"{name} has {len(checked)} tokens, and at most {most} fit a context of {self.context_length} tokens. "
+                "Shorten it, or raise context_length if it was cut below the model's own."
+            )
+        vocab = self.config.vocab_size
+        strange = [token for token in checked if not 0 <= token < vocab]
+        if strange:
+            raise RequestError(f"{name} holds {strange[0]}, which is no token; the model's go from 0 to {vocab - 1}.")
+        return checked
+
+    def _end_ids(self) -> tuple[int, ...]:
+        if self._defaults.eos_token_ids or self._tokenizer is None or self._tokenizer.eos_id is None:
+            return self._defaults.eos_token_ids
+        return (self._tokenizer.eos_id,)
+
+    def _text_stream(self, stop: Sequence[str]) -> TextStream | None:
+        if self._tokenizer is not None:
+            return TextStream(self._tokenizer, stop)
+        if stop:
+            raise RequestError(f"stop: texts cannot be found without a tokenizer. {self._no_tokenizer}")
+        return None
+
+
+class TextIterator(Iterator[str]):
+    """Pieces of one completion's text, as `LLM.stream` gives them."""
+
+    def __init__(self, engine: Engine, request: Request):
+        self._engine = engine
+        self._request = request
+        self._given = 0
+
+    def __next__(self) -> str:
+        while True:
+            while self._given < len(self._request.pieces):
+                piece = self._request.pieces[self._given]
+                self._given += 1
+                if piece:
+                    return piece
+            if _ended(self._request):
+                raise StopIteration
+            self._engine.step()
+
+    @property
+    def completion(self) -> Completion:
+        """The outcome, once the text has ended or the iterator is closed."""
+        if self._request.finish_reason is None:
+            raise EngineError("The completion is not finished; read its text to the end, or close the stream, first.")
+        return self._request.completion()
+
+    def close(self) -> None:
+        """Ends the request where it is."""
+        _abandon([self._request])
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _ended(request: Request) -> bool:
+    if request.error is not None:
+        raise EngineError(f"The request was lost when a step failed: {request.error}") from request.error
+    return request.finish_reason is not None
+
+
+def _abandon(requests: Sequence[Request]) -> None:
+    """Ends requests that still run; the engine lets go of them in its next step."""
+    for request in requests:
+        request.finish("abort")
+
+
+def _engine_options(options: Mapping[str, Any]) -> EngineOptions:
+    unknown = sorted(set(options) - set(EngineOptions.names()))
+    if unknown:
+        raise OptionError(f"LLM has no option {', '.join(unknown)}; there are: {', '.join(EngineOptions.names())}.")
+    return EngineOptions(**options)
+
+
+def _load_tokenizer(folder: Path) -> tuple[Tokenizer | None, CheckpointError | None]:
+    """The tokenizer, or why there is none: prompts of token ids work without."""
+    try:
+        return Tokenizer.load(folder), None
+    except CheckpointError as error:
+        return None, error
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts; a text, or a list of ids, is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) and not isinstance(prompts, np.ndarray):
+        raise RequestError(f"prompts: expected a text, token ids, or a list of either, got {type(prompts).__name__}.")
+    if len(prompts) and isinstance(prompts[0], int | np.integer):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def _single(sampling: object) -> bool:
+    return sampling is None or isinstance(sampling, SamplingParams)
+
+
+def _sparse(feed_forward: object) -> bool:
+    return isinstance(feed_forward, MoEConfig)

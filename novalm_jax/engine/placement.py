@@ -1,0 +1,144 @@
+"""Fits a model into its memory before any weight is read: budgets in bytes, and the longest context they hold."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from novalm_jax.checkpoint.load import Checkpoint, abstract_model
+from novalm_jax.compat import available_ram, device_bytes
+from novalm_jax.engine.programs import DECODE_ROWS, KV_BLOCK, PREFILL_ROWS, Programs, Shapes, capacity_for
+from novalm_jax.engine.sampler import Sampler
+from novalm_jax.errors import OptionError
+from novalm_jax.experts.memory_plan import MemoryPlan
+from novalm_jax.options import EngineOptions
+from novalm_jax.units import parse_size
+
+_log = logging.getLogger("novalm_jax")
+
+AUTO_SHARE = 0.9
+"""Part of the memory that is free at the start which "auto" takes; the rest is for everything else on the machine."""
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes that may be used on the device and in pinned host memory."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A model with room for it: budgets, what takes what, the context in tokens, and the programs it was sized with."""
+
+    budgets: Budgets
+    plan: MemoryPlan
+    context_length: int
+    programs: Programs
+
+
+def read_budgets(options: EngineOptions) -> Budgets:
+    """What the options allow on this machine.
+
+    On a CPU, device and host are one RAM: the host's "auto" is what the device's budget leaves of it.
+
+    Raises:
+      OptionError: not a size.
+    """
+    ram = available_ram()
+    accelerator = device_bytes(jax.devices()[0])
+    memory = ram if accelerator is None else accelerator
+    device = _budget("device_memory", options.device_memory, memory)
+    left = max(ram - device, 0) if accelerator is None else ram
+    return Budgets(device, _budget("host_memory", options.host_memory, left))
+
+
+def place(checkpoint: Checkpoint, options: EngineOptions) -> Placement:
+    """Finds the longest context up to the one asked for whose peak stays within the budget.
+
+    Programs are compiled for it from shapes alone, so that their workspace is known and not guessed.
+
+    Raises:
+      BudgetError: not even the shortest context fits (the one asked for, where a number was given).
+      OptionError: `max_batch` or `context_length` is more than can be served.
+    """
+    budgets = read_budgets(options)
+    config, name = checkpoint.config, checkpoint.folder.name
+    wanted = _wanted_context(options, config.context_length, name)
+    sizes = _Sizes(checkpoint, options)
+    if options.context_length == "auto":
+        context, programs, plan = sizes.longest(wanted, budgets.device)
+    else:
+        context, (programs, plan) = wanted, sizes.of(wanted)
+    what = f"{name} in {options.dtype} with {context} tokens of context for {options.max_batch} requests at a time"
+    plan.require(budgets.device, what)
+    if context < wanted:
+        _log.warning("%s: the context is cut from %d to %d tokens to fit device_memory", name, wanted, context)
+    return Placement(budgets, plan, context, programs)
+
+
+class _Sizes:
+    """Programs and memory of one checkpoint, by context length."""
+
+    def __init__(self, checkpoint: Checkpoint, options: EngineOptions):
+        self._model = abstract_model(checkpoint.config, options.dtype)
+        self._dtype = np.dtype(jnp.dtype(options.dtype))
+        self._rows = options.max_batch
+        self._sampler_bytes = Sampler(options.max_batch, checkpoint.config.vocab_size).nbytes
+
+    def of(self, context: int) -> tuple[Programs, MemoryPlan]:
+        """The programs for `context` tokens, the largest of them compiled, and what a step takes at its peak."""
+        programs = self._programs(context)
+        return programs, MemoryPlan({**self._held(programs), "workspace": programs.workspace_bytes()})
+
+    def longest(self, wanted: int, budget: int) -> tuple[int, Programs, MemoryPlan]:
+        """As `of`, for the longest context up to `wanted` that stays within `budget`; else for the shortest."""
+        context, workspace = wanted, 0
+        least = min(wanted, KV_BLOCK)
+        while (context := min(context, self._that_fits(budget - workspace))) > least:
+            programs, plan = self.of(context)
+            if plan.fits(budget):
+                return context, programs, plan
+            workspace = plan.parts["workspace"]
+            context -= KV_BLOCK
+        return least, *self.of(least)
+
+    def _that_fits(self, memory: int) -> int:
+        """Tokens of context whose cache fits in `memory` beside what is always there."""
+        one = self._held(self._programs(KV_BLOCK))
+        cache = one.pop("KV cache")
+        positions = max(memory - sum(one.values()), 0) // cache * KV_BLOCK
+        return positions if positions <= PREFILL_ROWS[-1] else positions // PREFILL_ROWS[-1] * PREFILL_ROWS[-1]
+
+    def _programs(self, context: int) -> Programs:
+        return Programs(self._model, Shapes(self._rows, capacity_for(context), self._dtype))
+
+    def _held(self, programs: Programs) -> dict[str, int]:
+        return {**programs.weight_bytes, "KV cache": programs.cache_bytes, "sampler": self._sampler_bytes}
+
+
+def _wanted_context(options: EngineOptions, longest: int, name: str) -> int:
+    if options.max_batch > DECODE_ROWS[-1]:
+        raise OptionError(f"max_batch: {options.max_batch} is more than {DECODE_ROWS[-1]}, the most that run together.")
+    if isinstance(options.context_length, str):
+        return longest
+    if options.context_length > longest:
+        raise OptionError(
+            f"context_length: {name} was made for {longest} tokens, and {options.context_length} are asked for. Give "
+            "at most the model's own."
+        )
+    return options.context_length
+
+
+def _budget(name: str, size: str | int, memory: int) -> int:
+    if size == "auto":
+        return int(memory * AUTO_SHARE)
+    asked = parse_size(size, total=memory, name=name)
+    if asked > memory:
+        _log.warning("%s: %s is more than the %d bytes there are; those are the budget", name, size, memory)
+    return min(asked, memory)

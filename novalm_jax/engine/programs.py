@@ -1,0 +1,353 @@
+"""The programs of a resident model, as pure functions of arrays and compiled ahead of time.
+
+A layer is split at the router: `attend` ends there and `experts` begins there, compiled once each for all layers of
+one `LayerConfig`. Prefill runs them one by one; a decode step of the whole model is one program made of the same
+functions, with barriers at the split, so that both round alike. Weights are arguments, never constants, and flat
+tuples, because flattening a module costs more than a decode step of a small model.
+
+Shapes depend on the model and the options alone. Decode never has one row (XLA rounds that differently) and stays
+below 64 rows; prefill has 64 rows or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from novalm_jax.compat import compile_program, program_bytes
+from novalm_jax.config import LayerConfig, ModelConfig, MoEConfig
+from novalm_jax.kernels import experts as expert_kernel
+from novalm_jax.kernels.experts import Weights
+from novalm_jax.kv.static import CacheView, LayerCache, cache_shape, storage_dtype
+from novalm_jax.models.attention import Place
+from novalm_jax.models.decoder import Decoder, DecoderLayer, Routed, without_experts
+from novalm_jax.models.moe import MoE, Routing
+
+DECODE_ROWS = (2, 4, 8, 16, 32)
+"""Row counts that decode is compiled for."""
+
+PREFILL_ROWS = (64, 512)
+"""Token counts that a prefill chunk is compiled for; prompts are cut into chunks of the largest."""
+
+EXPERT_GROUP = 64
+"""Rows of one expert that prefill multiplies together."""
+
+KV_BLOCK = 128
+"""Cache positions that attention handles at a time."""
+
+Leaves = tuple[jax.Array, ...]
+
+
+class LayerWeights(NamedTuple):
+    """A layer's dense weights as flat leaves, and its experts in storage form (None for a dense layer)."""
+
+    dense: Leaves
+    experts: Weights | None
+
+
+class ModelWeights(NamedTuple):
+    """All weights as the programs take them: `outer` is everything outside the layers."""
+
+    outer: Leaves
+    layers: tuple[LayerWeights, ...]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the programs are compiled for: cache rows, cache positions in each, and the number type."""
+
+    rows: int
+    capacity: int
+    dtype: np.dtype
+
+
+class Structure:
+    """The module tree without its arrays: takes a model apart into flat leaves, and puts it together in a trace."""
+
+    def __init__(self, model: Decoder):
+        self.config: ModelConfig = model.config
+        self._outer_def, self._outer_tree = _split(_outer(model))
+        self._layer_defs = {layer.config: _split(without_experts(layer)) for layer in reversed(list(model.layers))}
+
+    def outer(self, leaves: Leaves) -> Decoder:
+        """The model without its layers."""
+        return nnx.merge(self._outer_def, jax.tree.unflatten(self._outer_tree, leaves))
+
+    def layer(self, config: LayerConfig, leaves: Leaves) -> DecoderLayer:
+        """A layer without its routed experts."""
+        graph, tree = self._layer_defs[config]
+        return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+
+    @staticmethod
+    def take_apart(model: Decoder, store: Callable[[Any], Any]) -> ModelWeights:
+        """The weights of `model`; expert stacks go through `store`, which gives them their storage form."""
+        layers = []
+        for layer in model.layers:
+            experts = None
+            if isinstance(layer.feed_forward, MoE):
+                experts = Weights(*(store(stack) for stack in layer.feed_forward.experts.weights()))
+            layers.append(LayerWeights(_leaves(without_experts(layer)), experts))
+        return ModelWeights(_leaves(_outer(model)), tuple(layers))
+
+
+def _outer(model: Decoder) -> Decoder:
+    outer = nnx.clone(model)
+    del outer.layers
+    return outer
+
+
+def _split(module: nnx.Module) -> tuple[Any, Any]:
+    graph, state = nnx.split(module)
+    return graph, jax.tree.structure(state)
+
+
+def _leaves(module: nnx.Module) -> Leaves:
+    return tuple(jax.tree.leaves(nnx.state(module)))
+
+
+class Chunk(NamedTuple):
+    """Where a prefill chunk goes: all int32 scalars. `length` is how many tokens of the sequence are known."""
+
+    row: jax.Array
+    start: jax.Array
+    count: jax.Array
+    length: jax.Array
+
+
+class Rows(NamedTuple):
+    """The sequences of a decode step, int32 `[b]` each. An idle row has the row past the last and position -1.
+
+    `lengths` is how many tokens of each sequence are known, at least its position + 1.
+    """
+
+    tokens: jax.Array
+    rows: jax.Array
+    positions: jax.Array
+    lengths: jax.Array
+
+
+class Decoded(NamedTuple):
+    """float32 logits `[b, v]` and the most likely ids, int32 `[b]`."""
+
+    logits: jax.Array
+    greedy: jax.Array
+
+
+class Functions:
+    """The functions that are compiled, over one `Structure`."""
+
+    def __init__(self, structure: Structure):
+        self._structure = structure
+
+    def embed(self, outer: Leaves, tokens: jax.Array) -> jax.Array:
+        """int32 `[t]` -> `[1, t, d]`."""
+        return self._structure.outer(outer).embed(tokens[None])
+
+    def head(self, outer: Leaves, x: jax.Array, index: jax.Array) -> Decoded:
+        """Logits of token `index` of `x [1, t, d]`, twice: a program of one row would round differently."""
+        last = lax.dynamic_index_in_dim(x[0], index, keepdims=True)
+        return _decoded(self._structure.outer(outer).logits(jnp.concatenate([last, last])))
+
+    def head_of_all(self, outer: Leaves, x: jax.Array) -> jax.Array:
+        """`[1, t, d]` -> float32 logits `[t, v]`."""
+        return self._structure.outer(outer).logits(x[0])
+
+    def attend(
+        self, config: LayerConfig, dense: Leaves, cache: LayerCache, x: jax.Array, chunk: Chunk
+    ) -> tuple[Routed | jax.Array, LayerCache]:
+        """A prefill chunk `x [1, t, d]` up to the router split; through the whole layer where it is dense."""
+        offsets = jnp.arange(x.shape[1], dtype=jnp.int32)
+        place = Place((chunk.start + offsets)[None], chunk.length[None])
+        view = CacheView(cache, chunk.row[None], chunk.start[None], KV_BLOCK)
+        return self._attend(config, dense, view, x, place, offsets < chunk.count)
+
+    def experts(self, config: LayerConfig, dense: Leaves, experts: Weights, routed: Routed) -> jax.Array:
+        """A prefill chunk from the router split to the end of the layer: `[1, t, d]`."""
+        assert isinstance(config.feed_forward, MoEConfig)
+        activation = config.feed_forward.activation
+        products = expert_kernel.grouped(routed.h, routed.routing.ids, experts, activation, EXPERT_GROUP)
+        return self._structure.layer(config, dense).combine(routed, products)
+
+    def decode(
+        self, weights: ModelWeights, caches: tuple[LayerCache, ...], step: Rows
+    ) -> tuple[Decoded, tuple[LayerCache, ...]]:
+        """One token for each row, through the whole model."""
+        outer = self._structure.outer(weights.outer)
+        x = outer.embed(step.tokens[:, None])
+        after = []
+        for config, layer, cache in zip(self._structure.config.layers, weights.layers, caches, strict=True):
+            x, cache = self.decode_layer(config, layer, cache, x, step)
+            after.append(cache)
+        return _decoded(outer.logits(x[:, 0])), tuple(after)
+
+    def decode_layer(
+        self, config: LayerConfig, weights: LayerWeights, cache: LayerCache, x: jax.Array, step: Rows
+    ) -> tuple[jax.Array, LayerCache]:
+        """One layer of a decode step, `x [b, 1, d]`, with barriers at the router split."""
+        place = Place(step.positions[:, None], step.lengths)
+        view = CacheView(cache, step.rows, step.positions, KV_BLOCK)
+        active = step.positions >= 0
+        routed, cache = lax.optimization_barrier(self._attend(config, weights.dense, view, x, place, active))
+        if not isinstance(routed, Routed):
+            return routed, cache
+        assert weights.experts is not None and isinstance(config.feed_forward, MoEConfig)
+        activation = config.feed_forward.activation
+        products = expert_kernel.by_expert(routed.h, routed.routing.ids, weights.experts, activation)
+        layer = self._structure.layer(config, weights.dense)
+        return lax.optimization_barrier(layer.combine(routed, lax.optimization_barrier(products))), cache
+
+    def _attend(
+        self, config: LayerConfig, dense: Leaves, view: CacheView, x: jax.Array, place: Place, real: jax.Array
+    ) -> tuple[Routed | jax.Array, LayerCache]:
+        """`real` bool `[b * t]`: rows that are padding choose no expert."""
+        layer = self._structure.layer(config, dense)
+        if not isinstance(config.feed_forward, MoEConfig):
+            x, view = layer(x, place, view)
+            return x, view.cache
+        x, view = layer.attend(x, place, view)
+        routed = layer.route(x)
+        nobody = jnp.int32(config.feed_forward.num_experts)
+        ids = jnp.where(real[:, None], routed.routing.ids, nobody)
+        return routed._replace(routing=Routing(ids, routed.routing.weights)), view.cache
+
+
+class Programs:
+    """Compiled programs, made when first asked for, from shapes alone: no weights are needed to know their cost."""
+
+    def __init__(self, model: Decoder, shapes: Shapes):
+        structure = Structure(model)
+        self.shapes = shapes
+        self._config = structure.config
+        self._functions = Functions(structure)
+        self._weights = structure.take_apart(model, lambda a: jax.ShapeDtypeStruct(a.shape, storage_dtype(a.dtype)))
+        self._caches = tuple(
+            cache_shape(layer.attention, shapes.rows, shapes.capacity, shapes.dtype) for layer in self._config.layers
+        )
+        self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
+        self._workspace: dict[tuple[Any, ...], int] = {}
+
+    def embed(self, tokens: int) -> jax.stages.Compiled:
+        """(outer, int32 `[t]`) -> `[1, t, d]`."""
+        return self._get(("embed", tokens), self._functions.embed, (self._weights.outer,), (_ints(tokens),))
+
+    def head(self, tokens: int) -> jax.stages.Compiled:
+        """(outer, x `[1, t, d]`, int32 index) -> `Decoded` of that token, twice."""
+        live = (self._hidden(tokens), _ints())
+        return self._get(("head", tokens), self._functions.head, (self._weights.outer,), live)
+
+    def head_of_all(self, tokens: int) -> jax.stages.Compiled:
+        """(outer, x `[1, t, d]`) -> float32 logits `[t, v]`."""
+        live = (self._hidden(tokens),)
+        return self._get(("head_of_all", tokens), self._functions.head_of_all, (self._weights.outer,), live)
+
+    def attend(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
+        """(dense, cache, x, `Chunk`) -> (`Routed` or x, cache); the cache is donated."""
+        held, live = self._attend_arguments(config, tokens)
+        return self._get(("attend", config, tokens), partial(self._functions.attend, config), held, live, donate=(1,))
+
+    def experts(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
+        """(dense, experts, `Routed`) -> x `[1, t, d]`."""
+        held, live = self._attend_arguments(config, tokens)
+        routed, _ = jax.eval_shape(partial(self._functions.attend, config), *held, *live)
+        weights = self._layer_weights(config)
+        function = partial(self._functions.experts, config)
+        return self._get(("experts", config, tokens), function, (weights.dense, weights.experts), (routed,))
+
+    def decode(self, rows: int) -> jax.stages.Compiled:
+        """(`ModelWeights`, caches, `Rows`) -> (`Decoded`, caches); the caches are donated."""
+        live = (Rows(*[_ints(rows)] * 4),)
+        return self._get(("decode", rows), self._functions.decode, (self._weights, self._caches), live, donate=(1,))
+
+    def workspace_bytes(self) -> int:
+        """Most bytes that a step takes beyond weights and caches. Compiles the largest programs of each kind."""
+        tokens = prefill_rows(self.shapes.capacity)[-1]
+        self.decode(decode_rows(self.shapes.rows)[-1])
+        self.embed(tokens)
+        self.head(tokens)
+        for config in dict.fromkeys(self._config.layers):
+            self.attend(config, tokens)
+            if isinstance(config.feed_forward, MoEConfig):
+                self.experts(config, tokens)
+        return max(self._workspace.values())
+
+    @cached_property
+    def weight_bytes(self) -> dict[str, int]:
+        """Bytes of the dense weights and of the experts."""
+        layers = self._weights.layers
+        dense = (self._weights.outer, [layer.dense for layer in layers])
+        return {"dense weights": tree_bytes(dense), "experts": tree_bytes([layer.experts for layer in layers])}
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all layers' caches."""
+        return tree_bytes(self._caches)
+
+    def new_caches(self) -> tuple[LayerCache, ...]:
+        """Zeroed caches."""
+        caches: tuple[LayerCache, ...] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self._caches)
+        return caches
+
+    def _get(
+        self,
+        key: tuple[Any, ...],
+        function: Callable[..., Any],
+        held: tuple[Any, ...],
+        live: tuple[Any, ...],
+        donate: Sequence[int] = (),
+    ) -> jax.stages.Compiled:
+        """`held` arguments exist all the time, weights and caches; `live` ones only while a step runs."""
+        if key not in self._compiled:
+            program = compile_program(function, (*held, *live), donate=donate)
+            temporary, outputs = program_bytes(program)
+            self._compiled[key] = program
+            self._workspace[key] = temporary + outputs + tree_bytes(live)
+        return self._compiled[key]
+
+    def _attend_arguments(self, config: LayerConfig, tokens: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        index = self._config.layers.index(config)
+        chunk = Chunk(*[_ints()] * 4)
+        return (self._layer_weights(config).dense, self._caches[index]), (self._hidden(tokens), chunk)
+
+    def _layer_weights(self, config: LayerConfig) -> LayerWeights:
+        return self._weights.layers[self._config.layers.index(config)]
+
+    def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, tokens, self._config.hidden_size), self.shapes.dtype)
+
+
+def decode_rows(rows: int) -> tuple[int, ...]:
+    """The row counts that decode is compiled for, where at most `rows` requests run together."""
+    enough = next(bucket for bucket in DECODE_ROWS if bucket >= rows)
+    return tuple(bucket for bucket in DECODE_ROWS if bucket <= enough)
+
+
+def prefill_rows(capacity: int) -> tuple[int, ...]:
+    """The chunk sizes that prefill is compiled for, where a row of the cache has `capacity` positions."""
+    return tuple(tokens for tokens in PREFILL_ROWS if tokens <= capacity)
+
+
+def capacity_for(context_length: int) -> int:
+    """Cache positions for this many tokens: a whole number of blocks, and of chunks once there is more than one."""
+    unit = KV_BLOCK if context_length <= PREFILL_ROWS[-1] else PREFILL_ROWS[-1]
+    return -(-context_length // unit) * unit
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays in a tree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _decoded(logits: jax.Array) -> Decoded:
+    return Decoded(logits, jnp.argmax(logits, axis=-1).astype(jnp.int32))

@@ -1,0 +1,83 @@
+"""What a run did and what it holds, in figures: nothing that matters is left unsaid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from html import escape
+from typing import Any
+
+from novalm_jax.units import format_size
+
+
+@dataclass
+class Report:
+    """Counters of one `LLM` since it started. Sizes are bytes, times seconds.
+
+    `hits` and `misses` are of experts on the device; `stall_seconds` is time that computing waited for experts.
+    """
+
+    device_budget_bytes: int = 0
+    device_peak_bytes: int = 0
+    host_budget_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes_read: int = 0
+    context_length: int = 0
+    experts_on_device: int = 0
+    experts_on_host: int = 0
+    experts_on_disk: int = 0
+    expert_hits: int = 0
+    expert_misses: int = 0
+    prefetch_hits: int = 0
+    prefetch_wasted: int = 0
+    uploads: int = 0
+    bytes_uploaded: int = 0
+    evictions: int = 0
+    stall_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    load_seconds: float = 0.0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    launches: int = 0
+    programs_compiled: int = 0
+    policy: str = "resident"
+    kernels: dict[str, str] = field(default_factory=dict)
+    device_table: dict[str, int] = field(default_factory=dict)
+    ignored_tensors: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures by name, ready for JSON."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return values | {"ignored_tensors": list(self.ignored_tensors)}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(name, value) of every figure, as people read them."""
+        return [(name.replace("_bytes", "").replace("_", " "), _readable(name, value)) for name, value in self._flat()]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.rows())
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows())
+
+    def _repr_html_(self) -> str:
+        body = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self.rows())
+        return f"<table>{body}</table>"
+
+    def _flat(self) -> list[tuple[str, Any]]:
+        flat: list[tuple[str, Any]] = []
+        for name, value in self.to_dict().items():
+            if name == "device_table":
+                flat += [(f"device: {part}_bytes", size) for part, size in value.items()]
+            elif name == "kernels":
+                flat += [(f"kernel: {operation}", kernel) for operation, kernel in value.items()]
+            else:
+                flat.append((name, value))
+        return flat
+
+
+def _readable(name: str, value: Any) -> str:
+    if name.endswith("_bytes") or name in ("bytes_uploaded", "disk_bytes_read"):
+        return format_size(value)
+    if name.endswith("_seconds"):
+        return f"{value:.3f} s"
+    if isinstance(value, list):
+        return ", ".join(value) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)

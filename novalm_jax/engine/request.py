@@ -1,0 +1,96 @@
+"""One completion on its way: what was asked, what has been generated, and why it ended. Knows no device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from novalm_jax.engine.sampling import ResolvedSampling
+from novalm_jax.text.detokenizer import TextStream
+
+FinishReason = Literal["stop", "length", "abort"]
+Logprobs = list[dict[int, float]]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One generated text.
+
+    Attributes:
+      text: without end tokens and stop texts.
+      token_ids: generated ids; an end token that ended the generation is the last of them.
+      prompt_token_ids: what the model read.
+      index: number of the prompt in the call.
+      choice: number among the n completions of that prompt.
+      finish_reason: "stop" (an end token or a stop text), "length" (max_tokens or the context), or "abort".
+      logprobs: None, or for each generated token a dict id -> log-probability, the sampled one first.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    index: int
+    choice: int
+    finish_reason: FinishReason
+    logprobs: Logprobs | None
+
+
+@dataclass(eq=False)
+class Request:
+    """A completion that the engine works on. `max_tokens` is at least 1 and fits the context with the prompt."""
+
+    prompt_ids: Sequence[int]
+    sampling: ResolvedSampling
+    max_tokens: int
+    end_ids: frozenset[int]
+    text_stream: TextStream | None = None
+    index: int = 0
+    choice: int = 0
+    row: int | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: Logprobs = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output so far."""
+        return len(self.prompt_ids) + len(self.token_ids)
+
+    def accept(self, token: int, logprobs: dict[int, float] | None) -> None:
+        """Takes the next token, and ends where it, the text, or the number of tokens says so."""
+        self.token_ids.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if token in self.end_ids:
+            self.finish("stop")
+            return
+        if self.text_stream is not None:
+            self.pieces.append(self.text_stream.push(token))
+            if self.text_stream.stopped:
+                self.finish("stop")
+                return
+        if len(self.token_ids) >= self.max_tokens:
+            self.finish("length")
+
+    def finish(self, reason: FinishReason) -> None:
+        """Ends the request and lets go of text that was held back."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            if self.text_stream is not None:
+                self.pieces.append(self.text_stream.finish())
+
+    def completion(self) -> Completion:
+        """The outcome, once there is one."""
+        assert self.finish_reason is not None
+        return Completion(
+            text="".join(self.pieces),
+            token_ids=tuple(self.token_ids),
+            prompt_token_ids=tuple(self.prompt_ids),
+            index=self.index,
+            choice=self.choice,
+            finish_reason=self.finish_reason,
+            logprobs=self.logprobs if self.sampling.logprobs is not None else None,
+        )

@@ -1,0 +1,73 @@
+"""Key-value cache of fixed size: one row of `capacity` positions for each request, every layer in one array.
+
+Knows positions and rows. Refuses to know requests: who owns which row, and up to where a row is valid, is the
+caller's to remember. Rows are never cleared: a position is written before any query can see it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from novalm_jax.config import AttentionConfig
+from novalm_jax.kernels import attention as kernel
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer, each `[rows, g, capacity, c]` in storage form."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+def storage_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype that holds elements of `dtype` in pools: 16-bit floats are kept as uint16, others as they are.
+
+    XLA's CPU backend rewrites a whole bfloat16 array to update or slice it, and leaves unsigned ones in place.
+    """
+    return np.dtype(np.uint16) if dtype.itemsize == 2 else dtype
+
+
+def cache_shape(config: AttentionConfig, rows: int, capacity: int, dtype: np.dtype) -> LayerCache:
+    """Shapes of one layer's cache, as `jax.ShapeDtypeStruct`s."""
+    shape = (rows, config.num_kv_heads, capacity, config.head_dim)
+    array = jax.ShapeDtypeStruct(shape, storage_dtype(dtype))
+    return LayerCache(array, array)
+
+
+class CacheView(NamedTuple):
+    """Some rows of a layer's cache, as attention sees them; implements `models.attention.KV`.
+
+    Attributes:
+      cache: the whole layer.
+      rows: int32 `[b]`, the row of each sequence. One past the last row stands for none: nothing is written.
+      starts: int32 `[b]`, position of each sequence's first new token; negative for none.
+      block: positions that attention handles at a time; divides the capacity.
+    """
+
+    cache: LayerCache
+    rows: jax.Array
+    starts: jax.Array
+    block: int
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, scale: float, window: int | None
+    ) -> tuple[jax.Array, CacheView]:
+        """Writes the new keys and values `[b, t, g, c]`, then attends q `[b, t, h, c]` to everything before."""
+        keys, values = self._written(self.cache.keys, k), self._written(self.cache.values, v)
+        out = kernel.cached(q, keys, values, self.rows, self.starts, scale, window, self.block)
+        return out, self._replace(cache=LayerCache(keys, values))
+
+    def _written(self, stored: jax.Array, new: jax.Array) -> jax.Array:
+        if stored.dtype != new.dtype:
+            new = lax.bitcast_convert_type(new, stored.dtype)
+        if new.shape[0] == 1:
+            # One sequence: a block of positions, which the caller keeps inside the capacity.
+            start = (self.rows[0], jnp.int32(0), self.starts[0], jnp.int32(0))
+            return lax.dynamic_update_slice(stored, new.transpose(0, 2, 1, 3), start)
+        positions = self.starts[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
+        return stored.at[self.rows[:, None], :, positions].set(new, mode="drop")
