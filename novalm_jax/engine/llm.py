@@ -243,7 +243,7 @@ class LLM:
                 sampling=replace(sampling, seed=choice_seed(sampling.seed, choice)),
                 max_tokens=min(max_tokens, room),
                 end_ids=ends,
-                text_stream=self._text_stream(params.stop),
+                text_stream=self._text_stream(params.stop, prompt_ids),
                 index=index,
                 choice=choice,
             )
@@ -271,9 +271,9 @@ class LLM:
             return self._defaults.eos_token_ids
         return (self._tokenizer.eos_id,)
 
-    def _text_stream(self, stop: Sequence[str]) -> TextStream | None:
+    def _text_stream(self, stop: Sequence[str], prompt_ids: Sequence[int]) -> TextStream | None:
         if self._tokenizer is not None:
-            return TextStream(self._tokenizer, stop)
+            return TextStream(self._tokenizer, stop, prompt_ids)
         if stop:
             raise RequestError(f"stop: texts cannot be found without a tokenizer. {self._no_tokenizer}")
         return None

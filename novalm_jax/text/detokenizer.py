@@ -18,16 +18,19 @@ if TYPE_CHECKING:
 class TextStream:
     """Ids of one completion in, text out; never half a character; stop texts held back and cut.
 
-    The pieces of `push` and `finish`, joined, are `tokenizer.decode(all ids)`, cut before the stop text that is
-    complete first (of several complete with the same character: before the longest). A stop text may begin and end
+    The pieces of `push` and `finish`, joined, are what `tokenizer.decode(after + ids)` has beyond `after`, the ids that
+    the completion goes on from: a space at its start is part of it. They are cut before the stop text that is complete
+    first (of several complete with the same character: before the longest). A stop text may begin and end
     inside tokens. Special tokens and ids beyond the tokenizer's vocabulary give no text.
 
     Attributes:
       stopped: a stop text was found; from then on no more text comes out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), after: Sequence[int] = ()):
         self._text = tokenizer.text_stream()
+        for token_id in after:
+            self._text.push(token_id)
         self._matcher = StopMatcher(stop)
 
     @property

@@ -1,0 +1,57 @@
+"""What all commands share: options from a dataclass, errors as paragraphs, exit codes.
+
+Exit codes: 0, 2 for a mistake of the user's, 1 for a failure while running, 130 for Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from novalm_jax.errors import NovaError, UserError
+
+
+class Debuggable(Protocol):
+    """Options with a --debug flag."""
+
+    @property
+    def debug(self) -> bool: ...
+
+
+Options = TypeVar("Options", bound=Debuggable)
+
+
+def run_command(
+    options: type[Options], body: Callable[[Options], None], program: str, arguments: Sequence[str] | None = None
+) -> int:
+    """Parses the command line into `options`, runs `body` on them, and returns the exit code.
+
+    Errors of this package become one paragraph on stderr; --debug shows where they came from.
+    """
+    import tyro
+
+    logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.WARNING)
+    debug = "--debug" in (sys.argv[1:] if arguments is None else arguments)
+    try:
+        parsed = tyro.cli(options, prog=program, args=arguments)
+        body(parsed)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output has gone; nothing more can be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except NovaError as error:
+        if debug:
+            traceback.print_exc()
+        width = max(60, min(120, os.get_terminal_size(2).columns if sys.stderr.isatty() else 120))
+        print(textwrap.fill(f"{program}: {error}", width, break_long_words=False), file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    return 0
