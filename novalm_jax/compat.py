@@ -35,9 +35,7 @@ def compile_program(
 
 def program_bytes(program: jax.stages.Compiled) -> tuple[int, int]:
     """Bytes that a run of `program` takes beyond its arguments: temporaries, and outputs that alias no argument."""
-    analysis = program.memory_analysis()
-    if analysis is None:
-        return 0, 0
+    analysis: Any = program.memory_analysis()
     return int(analysis.temp_size_in_bytes), int(analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
 
 
@@ -56,7 +54,7 @@ class CompileCounter:
         self._start = CompileCounter._count
 
     @classmethod
-    def _hear(cls, event: str, _seconds: float, **_: Any) -> None:
+    def _hear(cls, event: str, duration_secs: float, **_: Any) -> None:
         cls._count += event == _COMPILE_EVENT
 
     @property

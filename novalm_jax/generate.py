@@ -103,16 +103,21 @@ def _complete(llm: LLM, options: GenerateOptions, prompts: Sequence[str | list[i
     for number, text in enumerate(llm.streams(prompts, options.sampling)):
         if number and not options.json:
             print()
-        _write(text, clock, quiet=options.json)
-        if options.json:
-            prompt = prompts[text.completion.index]
-            print(json.dumps(_record(prompt, text), ensure_ascii=False), flush=True)
-        else:
-            print(flush=True)
+        try:
+            _write(text, clock, quiet=options.json)
+        finally:
+            # Also on Ctrl-C: what there is of the completion is its result.
+            text.close()
+            if options.json:
+                record = _record(prompts[text.completion.index], text)
+                print(json.dumps(record, ensure_ascii=False), flush=True)
+            else:
+                print(flush=True)
     clock.tell()
 
 
 def _write(text: TextIterator, clock: _Clock, *, quiet: bool) -> None:
+    """The pieces of one text, as they come."""
     for piece in text:
         clock.first()
         if not quiet:

@@ -103,8 +103,9 @@ class SamplingParams:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise RequestError(f"{name}: expected a number, got {value!r}.")
         if not least <= value <= most:
-            bounds = f"above 0, got {value}" if least == math.ulp(0.0) else f"from {least:g} to {most:g}, got {value}"
-            raise RequestError(f"{name}: expected a number {bounds}.")
+            bounds = f"of at least {least:g}" if least == 0 else "above 0"
+            bounds += f" and at most {most:g}" if most < math.inf else ""
+            raise RequestError(f"{name}: expected a number {bounds}, got {value}.")
 
 
 @dataclass(frozen=True)

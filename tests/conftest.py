@@ -1,7 +1,18 @@
 """Strict numerics for every test: no silent dtype or rank promotion, warnings are errors (pyproject.toml)."""
 
+from collections.abc import Iterator
+
 import jax
+import pytest
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compiled programs are kept for the session, and the user's own cache is left alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

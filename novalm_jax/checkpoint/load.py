@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,9 @@ from novalm_jax.errors import OptionError
 from novalm_jax.models.decoder import Decoder
 from novalm_jax.models.families import find_family
 from novalm_jax.models.params import parameters_of
+
+Shardings = Callable[[Decoder], Mapping[str, jax.sharding.Sharding]]
+"""Where parameters go, by path, given the model with shapes in place of arrays."""
 
 _ALIGNMENT = 64
 """XLA's CPU backend takes over a numpy buffer with this alignment instead of copying it."""
@@ -57,23 +60,26 @@ class Checkpoint:
         shapes = {path: param.shape for path, param in parameters_of(abstract_model(config)).items()}
         return cls(folder, config, map_weights(family, shapes, stored))
 
-    def load(self, dtype: str) -> Decoder:
+    def load(self, dtype: str, shardings: Shardings | None = None) -> Decoder:
         """The model with its weights, each rounded once to `dtype`."""
         model = abstract_model(self.config, dtype)
         parameters = parameters_of(model)
+        where = shardings(model) if shardings else {}
         with TensorReader() as reader, _progress(self.weights.nbytes) as advance:
             for assignment in sorted(self.weights.assignments, key=_place):
                 buffer = read_parameter(reader, assignment, np.dtype(jnp.dtype(dtype)), advance)
-                parameters[assignment.path].set_value(jax.device_put(buffer))
+                parameters[assignment.path].set_value(jax.device_put(buffer, where.get(assignment.path)))
         return model
 
 
-def load_model(path: str | Path, dtype: str = "float32") -> Decoder:
-    """Loads a Hugging Face checkpoint folder, everything resident on the default device.
+def load_model(path: str | Path, dtype: str = "float32", shardings: Shardings | None = None) -> Decoder:
+    """Loads a Hugging Face checkpoint folder, everything resident.
 
     Args:
       path: the folder that holds config.json and the .safetensors files.
       dtype: "float32" or "bfloat16"; every weight is rounded to it once, to nearest even.
+      shardings: gives the sharding of each parameter by its path, such as `ShardingPlan.shardings`; None puts all on
+        the default device.
 
     Returns:
       A Flax NNX module: `model(tokens)` maps int32 `[b, t]` to float32 logits `[b, t, v]` and is differentiable.
@@ -86,7 +92,7 @@ def load_model(path: str | Path, dtype: str = "float32") -> Decoder:
     """
     if dtype not in ("float32", "bfloat16"):
         raise OptionError(f"dtype: {dtype!r} is not one of float32, bfloat16.")
-    return Checkpoint.open(path).load(dtype)
+    return Checkpoint.open(path).load(dtype, shardings)
 
 
 def abstract_model(config: ModelConfig, dtype: str = "float32") -> Decoder:

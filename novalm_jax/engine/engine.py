@@ -68,13 +68,22 @@ class Engine:
 
     @contextmanager
     def spare_row(self) -> Iterator[int]:
-        """A row of the cache for work outside the requests, which wait meanwhile."""
+        """A row of the cache for work outside the requests, which wait meanwhile. What fails in it ends those that
+        run: their rows are lost with the caches.
+
+        Raises:
+          EngineError: the engine is closed, or a step failed before a row was free.
+        """
         with self._lock:
+            self._check_open()
             while not self._free_rows:
                 self.step()
             row = self._free_rows.pop()
             try:
                 yield row
+            except BaseException as error:
+                self._fail(error)
+                raise
             finally:
                 self._free_rows.append(row)
 
@@ -123,16 +132,16 @@ class Engine:
 
     def _accept(self, requests: Sequence[Request], decoded: Decoded, start: float) -> None:
         """Chooses a token for each request from its line of `decoded`, and hands it over."""
-        ids = np.array(decoded.greedy)
+        ids = np.asarray(decoded.greedy).tolist()
         logprobs: list[dict[int, float] | None] = [None] * len(requests)
         drawn = [None if greedy_suffices(request.sampling) else _row(request) for request in requests]
         if any(row is not None for row in drawn):
             wanted = [request.sampling.logprobs for request in requests]
             sampled, logprobs = self._sampler.sample(decoded.logits, drawn, wanted)
-            ids = [ids[i] if row is None else sampled[i] for i, row in enumerate(drawn)]
+            ids = [ids[i] if row is None else int(sampled[i]) for i, row in enumerate(drawn)]
         self.compute_seconds += time.perf_counter() - start
         for request, token, logprob in zip(requests, ids, logprobs, strict=False):
-            request.accept(int(token), logprob)
+            request.accept(token, logprob)
             self.generated_tokens += 1
 
     def _release(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import numpy as np
@@ -105,7 +106,7 @@ class Executor:
             return routed
         return self._run(self._programs.experts(config, bucket), weights.dense, weights.experts, routed)
 
-    def _run(self, program: jax.stages.Compiled, *arguments: object) -> jax.Array:
+    def _run(self, program: jax.stages.Compiled, *arguments: Any) -> Any:
         self.launches += 1
         return program(*arguments)
 

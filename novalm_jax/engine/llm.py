@@ -5,12 +5,13 @@ Starts no thread: whoever waits for text drives the engine. Safe to use from sev
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -152,10 +153,10 @@ class LLM:
         Raises:
           RequestError: also where there is no template, or the template refuses the messages.
         """
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        single = not messages or isinstance(messages[0], Mapping)
         prompts = [
             self.tokenizer.encode_chat(conversation, tools=tools, chat_template=chat_template, **variables)
-            for conversation in conversations
+            for conversation in cast("Sequence[Messages]", [messages] if single else messages)
         ]
         return self.generate(prompts, sampling)
 
@@ -182,14 +183,14 @@ class LLM:
     def report(self) -> Report:
         """What has been done so far, and what is where."""
         placement, engine = self._placement, self._engine
-        experts = sum(layer.feed_forward.num_experts for layer in self.config.layers if _sparse(layer.feed_forward))
+        sparse = [layer.feed_forward for layer in self.config.layers if isinstance(layer.feed_forward, MoEConfig)]
         return Report(
             device_budget_bytes=placement.budgets.device,
             device_peak_bytes=placement.plan.device_bytes,
             host_budget_bytes=placement.budgets.host,
             disk_bytes_read=self._checkpoint.weights.nbytes,
             context_length=self.context_length,
-            experts_on_device=experts,
+            experts_on_device=sum(moe.num_experts for moe in sparse),
             compute_seconds=engine.compute_seconds,
             load_seconds=self._load_seconds,
             prompt_tokens=engine.prompt_tokens,
@@ -216,7 +217,8 @@ class LLM:
     ) -> list[Request]:
         """One request for each choice of each prompt, all checked before any is queued."""
         listed = _listed(prompts)
-        params = [sampling or SamplingParams()] * len(listed) if _single(sampling) else list(sampling or ())
+        sampling = SamplingParams() if sampling is None else sampling
+        params = [sampling] * len(listed) if isinstance(sampling, SamplingParams) else list(sampling)
         if len(params) != len(listed):
             raise RequestError(f"sampling: there are {len(params)} for {len(listed)} prompts; give one, or one each.")
         return [
@@ -228,9 +230,9 @@ class LLM:
     def _choices(self, index: int, prompt: Prompt, params: SamplingParams) -> Iterator[Request]:
         name = f"prompt {index}"
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        room = self.context_length - len(ids)
+        prompt_ids = self._checked_ids(ids, name, most=self.context_length - (params.max_tokens != 0))
+        room = self.context_length - len(prompt_ids)
         max_tokens = room if params.max_tokens is None else params.max_tokens
-        prompt_ids = self._checked_ids(ids, name, most=self.context_length - (max_tokens > 0))
         vocab = self.config.vocab_size
         strange = [token for token in params.logit_bias or {} if not 0 <= token < vocab]
         if strange:
@@ -252,7 +254,12 @@ class LLM:
             yield request
 
     def _checked_ids(self, ids: Sequence[int], name: str, most: int) -> list[int]:
-        checked = [int(token) for token in ids]
+        try:
+            checked = [operator.index(token) for token in ids]
+        except TypeError as error:
+            raise RequestError(
+                f"{name} must be a text or a list of token ids, which are whole numbers: {error}."
+            ) from None
         if not checked:
             raise RequestError(f"{name} is empty: there is nothing to go on from. Give at least one token.")
         if len(checked) > most:
@@ -346,14 +353,5 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence) and not isinstance(prompts, np.ndarray):
         raise RequestError(f"prompts: expected a text, token ids, or a list of either, got {type(prompts).__name__}.")
-    if len(prompts) and isinstance(prompts[0], int | np.integer):
-        return [list(prompts)]
-    return list(prompts)
-
-
-def _single(sampling: object) -> bool:
-    return sampling is None or isinstance(sampling, SamplingParams)
-
-
-def _sparse(feed_forward: object) -> bool:
-    return isinstance(feed_forward, MoEConfig)
+    several: list[Any] = list(prompts)
+    return [several] if several and isinstance(several[0], int | np.integer) else several

@@ -45,6 +45,9 @@ KV_BLOCK = 128
 
 Leaves = tuple[jax.Array, ...]
 
+Ints = Any
+"""int32, traced in a program or numpy on its way into one."""
+
 
 class LayerWeights(NamedTuple):
     """A layer's dense weights as flat leaves, and its experts in storage form (None for a dense layer)."""
@@ -114,24 +117,25 @@ def _leaves(module: nnx.Module) -> Leaves:
 
 
 class Chunk(NamedTuple):
-    """Where a prefill chunk goes: all int32 scalars. `length` is how many tokens of the sequence are known."""
+    """Where a prefill chunk goes, int32 scalars: its row, the position of its first token, how many of its tokens are
+    not padding, and how many tokens of the sequence are known."""
 
-    row: jax.Array
-    start: jax.Array
-    count: jax.Array
-    length: jax.Array
+    row: Ints
+    start: Ints
+    tokens: Ints
+    known: Ints
 
 
 class Rows(NamedTuple):
     """The sequences of a decode step, int32 `[b]` each. An idle row has the row past the last and position -1.
 
-    `lengths` is how many tokens of each sequence are known, at least its position + 1.
+    `known` is how many tokens of each sequence are known, at least its position + 1.
     """
 
-    tokens: jax.Array
-    rows: jax.Array
-    positions: jax.Array
-    lengths: jax.Array
+    tokens: Ints
+    rows: Ints
+    positions: Ints
+    known: Ints
 
 
 class Decoded(NamedTuple):
@@ -165,9 +169,9 @@ class Functions:
     ) -> tuple[Routed | jax.Array, LayerCache]:
         """A prefill chunk `x [1, t, d]` up to the router split; through the whole layer where it is dense."""
         offsets = jnp.arange(x.shape[1], dtype=jnp.int32)
-        place = Place((chunk.start + offsets)[None], chunk.length[None])
+        place = Place((chunk.start + offsets)[None], chunk.known[None])
         view = CacheView(cache, chunk.row[None], chunk.start[None], KV_BLOCK)
-        return self._attend(config, dense, view, x, place, offsets < chunk.count)
+        return self._attend(config, dense, view, x, place, offsets < chunk.tokens)
 
     def experts(self, config: LayerConfig, dense: Leaves, experts: Weights, routed: Routed) -> jax.Array:
         """A prefill chunk from the router split to the end of the layer: `[1, t, d]`."""
@@ -192,7 +196,7 @@ class Functions:
         self, config: LayerConfig, weights: LayerWeights, cache: LayerCache, x: jax.Array, step: Rows
     ) -> tuple[jax.Array, LayerCache]:
         """One layer of a decode step, `x [b, 1, d]`, with barriers at the router split."""
-        place = Place(step.positions[:, None], step.lengths)
+        place = Place(step.positions[:, None], step.known)
         view = CacheView(cache, step.rows, step.positions, KV_BLOCK)
         active = step.positions >= 0
         routed, cache = lax.optimization_barrier(self._attend(config, weights.dense, view, x, place, active))

@@ -6,7 +6,7 @@ caller's to remember. Rows are never cleared: a position is written before any q
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,9 @@ def storage_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def cache_shape(config: AttentionConfig, rows: int, capacity: int, dtype: np.dtype) -> LayerCache:
-    """Shapes of one layer's cache, as `jax.ShapeDtypeStruct`s."""
+    """One layer's cache with `jax.ShapeDtypeStruct`s in place of arrays."""
     shape = (rows, config.num_kv_heads, capacity, config.head_dim)
-    array = jax.ShapeDtypeStruct(shape, storage_dtype(dtype))
+    array: Any = jax.ShapeDtypeStruct(shape, storage_dtype(dtype))
     return LayerCache(array, array)
 
 

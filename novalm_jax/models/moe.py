@@ -13,7 +13,7 @@ from novalm_jax.config import MoEConfig
 from novalm_jax.kernels import experts as kernel
 from novalm_jax.kernels.linear import einsum
 from novalm_jax.models.linear import GatedMLP, Linear
-from novalm_jax.models.params import ExpertParam, parameter
+from novalm_jax.models.params import parameter
 
 
 class Routing(NamedTuple):
@@ -30,7 +30,7 @@ class Experts(nnx.Module):
         e, f, d = config.num_experts, config.expert_width, hidden_size
 
         def stack(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-            return parameter(rngs, shape, axes, dtype, kind=ExpertParam)
+            return parameter(rngs, shape, axes, dtype)
 
         self.gate = stack((e, f, d), ("expert", "expert_mlp", "embed"))
         self.up = stack((e, f, d), ("expert", "expert_mlp", "embed"))

@@ -12,6 +12,9 @@ from typing import Any
 import jax
 from flax import nnx
 
+LOGICAL_AXES = ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp", "expert", "expert_mlp", "one")
+"""Every name that dimensions of parameters have. `q_heads` and `kv_heads` count heads times their dimension."""
+
 Initialiser = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 ones: Initialiser = nnx.initializers.ones
@@ -19,21 +22,12 @@ zeros: Initialiser = nnx.initializers.zeros
 normal: Initialiser = nnx.initializers.normal(0.02)
 
 
-class ExpertParam(nnx.Param):
-    """A parameter of all routed experts of a layer, stacked: what may live elsewhere than the dense weights."""
-
-
 def parameter(
-    rngs: nnx.Rngs,
-    shape: tuple[int, ...],
-    axes: tuple[str, ...],
-    dtype: Any,
-    init: Initialiser = normal,
-    kind: type[nnx.Param] = nnx.Param,
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype: Any, init: Initialiser = normal
 ) -> nnx.Param:
     """A trainable array of this shape and dtype; `axes` names each dimension for sharding."""
-    assert len(shape) == len(axes), f"{shape} and {axes} differ in rank"
-    return kind(init(rngs.params(), shape, dtype), axes=axes)
+    assert len(shape) == len(axes) and set(axes) <= set(LOGICAL_AXES), f"{axes} do not describe {shape}"
+    return nnx.Param(init(rngs.params(), shape, dtype), axes=axes)
 
 
 def parameters_of(module: nnx.Module) -> dict[str, nnx.Param]:

@@ -34,7 +34,7 @@ def read_rope(stored: Mapping[str, Any], default_theta: float, *, context_length
       ConfigError: an unknown kind, an entry the kind does not read, a missing or mistyped one, or dialects at odds.
     """
     settings = _merged(stored)
-    kind = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
+    kind: Any = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
     settings.pop("type", None)
     if kind not in _KINDS:
         raise ConfigError(f"config.json: rotary embedding of kind {kind!r} is not supported ({', '.join(_KINDS)} are).")
@@ -46,7 +46,9 @@ def read_rope(stored: Mapping[str, Any], default_theta: float, *, context_length
     if kind in ("dynamic", "llama3", "yarn"):
         # Dynamic scaling starts where the model's own context ends, whatever else is written.
         original = context_length if kind == "dynamic" else original or context_length
-    rope = {name: values[name] for name in ("factor", "low_freq_factor", "high_freq_factor") if name in values}
+    rope: dict[str, Any] = {
+        name: values[name] for name in ("factor", "low_freq_factor", "high_freq_factor") if name in values
+    }
     if kind == "yarn":
         rope |= _yarn(values)
     return RopeConfig(theta=float(theta or default_theta), kind=kind, original_context=original, **rope)

@@ -1,0 +1,140 @@
+"""Options refuse what cannot be used, by name, and leave the rest as it was given."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from novalm_jax.errors import OptionError, RequestError
+from novalm_jax.options import MAX_LOGPROBS, EngineOptions, SamplingParams
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", -1),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("max_tokens", "5"),
+        ("min_tokens", -1),
+        ("min_tokens", None),
+        ("temperature", -0.1),
+        ("temperature", NAN),
+        ("temperature", INF),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_k", -1),
+        ("top_k", 1.0),
+        ("top_p", -0.1),
+        ("top_p", 1.1),
+        ("top_p", NAN),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", INF),
+        ("presence_penalty", NAN),
+        ("presence_penalty", None),
+        ("frequency_penalty", -INF),
+        ("frequency_penalty", "1"),
+        ("logit_bias", {3: NAN}),
+        ("logit_bias", {3: "much"}),
+        ("logit_bias", {3: True}),
+        ("seed", 2**63),
+        ("seed", -(2**63) - 1),
+        ("seed", 0.5),
+        ("stop", ""),
+        ("stop", ("a", "")),
+        ("logprobs", -1),
+        ("logprobs", MAX_LOGPROBS + 1),
+        ("n", 0),
+        ("n", None),
+    ],
+)
+def test_sampling_that_nothing_can_honour_is_refused_by_name(name, value: Any):
+    with pytest.raises(RequestError, match=f"^{name}: "):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", None),
+        ("temperature", 0),
+        ("temperature", 0.0),
+        ("temperature", 100),
+        ("top_k", 0),
+        ("top_k", 10**9),
+        ("top_p", 0),
+        ("top_p", 1),
+        ("min_p", 0),
+        ("min_p", 1.0),
+        ("repetition_penalty", 0.01),
+        ("presence_penalty", -2),
+        ("logit_bias", {3: INF, 4: -INF, 5: -100}),
+        ("logit_bias", {}),
+        ("seed", 2**63 - 1),
+        ("seed", -(2**63)),
+        ("logprobs", 0),
+        ("logprobs", MAX_LOGPROBS),
+        ("n", 100),
+    ],
+)
+def test_sampling_at_its_limits_stays_as_it_was_given(name, value: Any):
+    assert getattr(SamplingParams(**{name: value}), name) == value
+
+
+def test_what_is_not_given_is_left_to_the_checkpoint():
+    params = SamplingParams()
+    assert (params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty) == (None,) * 5
+
+
+def test_one_stop_text_is_a_tuple_of_one():
+    assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
+    assert SamplingParams(stop=["a", "b"], stop_token_ids=[3]).stop == ("a", "b")  # type: ignore[arg-type]
+    assert SamplingParams(stop_token_ids=[3]).stop_token_ids == (3,)  # type: ignore[arg-type]
+
+
+def test_options_cannot_be_changed_later():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().max_tokens = 3  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineOptions().max_batch = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dtype", "float16"),
+        ("dtype", None),
+        ("max_batch", 0),
+        ("max_batch", 1.0),
+        ("max_batch", True),
+        ("context_length", 0),
+        ("context_length", -5),
+        ("context_length", "long"),
+        ("context_length", "12.5"),
+        ("context_length", "-3"),
+        ("context_length", "0"),
+        ("context_length", None),
+    ],
+)
+def test_engine_options_outside_their_range_are_refused_by_name(name, value: Any):
+    with pytest.raises(OptionError, match=f"^{name}: "):
+        EngineOptions(**{name: value})
+
+
+def test_a_context_length_from_a_command_line_is_a_number():
+    assert EngineOptions(context_length="4096").context_length == 4096
+    assert EngineOptions(context_length="auto").context_length == "auto"
+
+
+def test_names_lists_every_option():
+    assert EngineOptions.names() == tuple(field.name for field in dataclasses.fields(EngineOptions))
+    assert {"device_memory", "host_memory", "dtype", "context_length", "max_batch"} <= set(EngineOptions.names())
