@@ -26,6 +26,9 @@ from novalm_jax.models.params import parameters_of
 Shardings = Callable[[Decoder], Mapping[str, jax.sharding.Sharding]]
 """Where parameters go, by path, given the model with shapes in place of arrays."""
 
+Put = Callable[[str, np.ndarray], jax.Array]
+"""Takes a parameter, by its path, from host memory to where it is to live. The buffer is not used again."""
+
 _ALIGNMENT = 64
 """XLA's CPU backend takes over a numpy buffer with this alignment instead of copying it."""
 
@@ -60,15 +63,14 @@ class Checkpoint:
         shapes = {path: param.shape for path, param in parameters_of(abstract_model(config)).items()}
         return cls(folder, config, map_weights(family, shapes, stored))
 
-    def load(self, dtype: str, shardings: Shardings | None = None) -> Decoder:
-        """The model with its weights, each rounded once to `dtype`."""
+    def load(self, dtype: str, put: Put) -> Decoder:
+        """The model with its weights, each rounded once to `dtype` and given to `put`."""
         model = abstract_model(self.config, dtype)
         parameters = parameters_of(model)
-        where = shardings(model) if shardings else {}
         with TensorReader() as reader, _progress(self.weights.nbytes) as advance:
             for assignment in sorted(self.weights.assignments, key=_place):
                 buffer = read_parameter(reader, assignment, np.dtype(jnp.dtype(dtype)), advance)
-                parameters[assignment.path].set_value(jax.device_put(buffer, where.get(assignment.path)))
+                parameters[assignment.path].set_value(put(assignment.path, buffer))
         return model
 
 
@@ -92,7 +94,9 @@ def load_model(path: str | Path, dtype: str = "float32", shardings: Shardings | 
     """
     if dtype not in ("float32", "bfloat16"):
         raise OptionError(f"dtype: {dtype!r} is not one of float32, bfloat16.")
-    return Checkpoint.open(path).load(dtype, shardings)
+    checkpoint = Checkpoint.open(path)
+    where = shardings(abstract_model(checkpoint.config)) if shardings else {}
+    return checkpoint.load(dtype, lambda name, buffer: jax.device_put(buffer, where.get(name)))
 
 
 def abstract_model(config: ModelConfig, dtype: str = "float32") -> Decoder:

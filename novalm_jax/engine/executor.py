@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from novalm_jax.engine.programs import (
+    HEAD_BLOCK,
     Chunk,
     Decoded,
     ModelWeights,
@@ -23,17 +24,20 @@ from novalm_jax.engine.programs import (
     decode_rows,
     prefill_rows,
 )
-from novalm_jax.kv.static import storage_dtype
+from novalm_jax.kernels.storage import storage_dtype
 from novalm_jax.models.decoder import Decoder, Routed
 
 
 class Executor:
-    """A resident model with a cache for `shapes.rows` sequences."""
+    """A resident model with a cache for `shapes.rows` sequences.
+
+    `model` is given away: its experts are in storage form (`put_stored`), and its arrays are freed by `close`.
+    """
 
     def __init__(self, model: Decoder, programs: Programs):
         self._programs = programs
         self._layers = model.config.layers
-        self._weights: ModelWeights = Structure.take_apart(model, to_storage)
+        self._weights: ModelWeights = Structure.take_apart(model)
         self._caches = list(programs.new_caches())
         shapes = programs.shapes
         self.rows = shapes.rows
@@ -58,8 +62,10 @@ class Executor:
         prompt: float32 `[t, v]`, on the host."""
         parts = []
         for x, count, bucket in self._chunks(row, tokens, known):
-            logits = self._run(self._programs.head_of_all(bucket), self._weights.outer, x)
-            parts.append(np.asarray(logits)[:count])
+            head = self._programs.head_of_block(bucket)
+            for begin in range(0, count, HEAD_BLOCK):
+                logits = self._run(head, self._weights.outer, x, np.int32(begin))
+                parts.append(np.asarray(logits)[: count - begin])
         return np.concatenate(parts)
 
     def decode(
@@ -121,11 +127,8 @@ class Executor:
             raise
 
 
-def to_storage(stack: jax.Array) -> jax.Array:
-    """The same bits in storage form, without a copy where the device is the CPU."""
-    storage = storage_dtype(np.dtype(stack.dtype))
-    if stack.dtype == storage:
-        return stack
-    if stack.platform() == "cpu":
-        return jax.device_put(np.asarray(stack).view(storage))
-    return jax.lax.bitcast_convert_type(stack, storage)
+def put_stored(path: str, parameter: np.ndarray) -> jax.Array:
+    """Puts a parameter of a model on the device as the executor wants it: experts in storage form."""
+    if ".experts." in path:
+        parameter = parameter.view(storage_dtype(parameter.dtype))
+    return jax.device_put(parameter)

@@ -19,7 +19,7 @@ from novalm_jax.checkpoint.load import Checkpoint
 from novalm_jax.compat import CompileCounter, compilation_cache_folder, enable_compilation_cache
 from novalm_jax.config import MoEConfig
 from novalm_jax.engine.engine import Engine
-from novalm_jax.engine.executor import Executor
+from novalm_jax.engine.executor import Executor, put_stored
 from novalm_jax.engine.placement import place
 from novalm_jax.engine.report import Report
 from novalm_jax.engine.request import Completion, Request
@@ -62,7 +62,7 @@ class LLM:
         self._tokenizer, self._no_tokenizer = _load_tokenizer(checkpoint.folder)
         self._checkpoint = checkpoint
         self._placement = place(checkpoint, self.options)
-        self._executor = Executor(checkpoint.load(self.options.dtype), self._placement.programs)
+        self._executor = Executor(checkpoint.load(self.options.dtype, put_stored), self._placement.programs)
         sampler = Sampler(self.options.max_batch, self.config.vocab_size)
         self._engine = Engine(self._executor, sampler)
         self._load_seconds = time.perf_counter() - start

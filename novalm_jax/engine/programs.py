@@ -26,7 +26,8 @@ from novalm_jax.compat import compile_program, program_bytes
 from novalm_jax.config import LayerConfig, ModelConfig, MoEConfig
 from novalm_jax.kernels import experts as expert_kernel
 from novalm_jax.kernels.experts import Weights
-from novalm_jax.kv.static import CacheView, LayerCache, cache_shape, storage_dtype
+from novalm_jax.kernels.storage import storage_dtype
+from novalm_jax.kv.static import CacheView, LayerCache, cache_shape
 from novalm_jax.models.attention import Place
 from novalm_jax.models.decoder import Decoder, DecoderLayer, Routed, without_experts
 from novalm_jax.models.moe import MoE, Routing
@@ -39,6 +40,9 @@ PREFILL_ROWS = (64, 512)
 
 EXPERT_GROUP = 64
 """Rows of one expert that prefill multiplies together."""
+
+HEAD_BLOCK = 64
+"""Tokens whose logits are computed at a time where all are asked for; divides every prefill chunk."""
 
 KV_BLOCK = 128
 """Cache positions that attention handles at a time."""
@@ -90,13 +94,13 @@ class Structure:
         return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
 
     @staticmethod
-    def take_apart(model: Decoder, store: Callable[[Any], Any]) -> ModelWeights:
-        """The weights of `model`; expert stacks go through `store`, which gives them their storage form."""
+    def take_apart(model: Decoder) -> ModelWeights:
+        """The weights of `model`, as they are."""
         layers = []
         for layer in model.layers:
             experts = None
             if isinstance(layer.feed_forward, MoE):
-                experts = Weights(*(store(stack) for stack in layer.feed_forward.experts.weights()))
+                experts = layer.feed_forward.experts.weights()
             layers.append(LayerWeights(_leaves(without_experts(layer)), experts))
         return ModelWeights(_leaves(_outer(model)), tuple(layers))
 
@@ -160,9 +164,9 @@ class Functions:
         last = lax.dynamic_index_in_dim(x[0], index, keepdims=True)
         return _decoded(self._structure.outer(outer).logits(jnp.concatenate([last, last])))
 
-    def head_of_all(self, outer: Leaves, x: jax.Array) -> jax.Array:
-        """`[1, t, d]` -> float32 logits `[t, v]`."""
-        return self._structure.outer(outer).logits(x[0])
+    def head_of_block(self, outer: Leaves, x: jax.Array, start: jax.Array) -> jax.Array:
+        """Logits of the `HEAD_BLOCK` tokens from `start` on of `x [1, t, d]`: float32 `[HEAD_BLOCK, v]`."""
+        return self._structure.outer(outer).logits(lax.dynamic_slice_in_dim(x[0], start, HEAD_BLOCK))
 
     def attend(
         self, config: LayerConfig, dense: Leaves, cache: LayerCache, x: jax.Array, chunk: Chunk
@@ -231,7 +235,7 @@ class Programs:
         self.shapes = shapes
         self._config = structure.config
         self._functions = Functions(structure)
-        self._weights = structure.take_apart(model, lambda a: jax.ShapeDtypeStruct(a.shape, storage_dtype(a.dtype)))
+        self._weights = _in_storage_form(structure.take_apart(model))
         self._caches = tuple(
             cache_shape(layer.attention, shapes.rows, shapes.capacity, shapes.dtype) for layer in self._config.layers
         )
@@ -247,10 +251,10 @@ class Programs:
         live = (self._hidden(tokens), _ints())
         return self._get(("head", tokens), self._functions.head, (self._weights.outer,), live)
 
-    def head_of_all(self, tokens: int) -> jax.stages.Compiled:
-        """(outer, x `[1, t, d]`) -> float32 logits `[t, v]`."""
-        live = (self._hidden(tokens),)
-        return self._get(("head_of_all", tokens), self._functions.head_of_all, (self._weights.outer,), live)
+    def head_of_block(self, tokens: int) -> jax.stages.Compiled:
+        """(outer, x `[1, t, d]`, int32 start) -> float32 logits `[HEAD_BLOCK, v]`."""
+        live = (self._hidden(tokens), _ints())
+        return self._get(("head_of_block", tokens), self._functions.head_of_block, (self._weights.outer,), live)
 
     def attend(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
         """(dense, cache, x, `Chunk`) -> (`Routed` or x, cache); the cache is donated."""
@@ -276,6 +280,7 @@ class Programs:
         self.decode(decode_rows(self.shapes.rows)[-1])
         self.embed(tokens)
         self.head(tokens)
+        self.head_of_block(tokens)
         for config in dict.fromkeys(self._config.layers):
             self.attend(config, tokens)
             if isinstance(config.feed_forward, MoEConfig):
@@ -342,6 +347,16 @@ def capacity_for(context_length: int) -> int:
     """Cache positions for this many tokens: a whole number of blocks, and of chunks once there is more than one."""
     unit = KV_BLOCK if context_length <= PREFILL_ROWS[-1] else PREFILL_ROWS[-1]
     return -(-context_length // unit) * unit
+
+
+def _in_storage_form(weights: ModelWeights) -> ModelWeights:
+    """Shapes of weights whose experts are held in storage form."""
+
+    def stored(stack: Any) -> Any:
+        return jax.ShapeDtypeStruct(stack.shape, storage_dtype(np.dtype(stack.dtype)))
+
+    layers = (layer._replace(experts=jax.tree.map(stored, layer.experts)) for layer in weights.layers)
+    return weights._replace(layers=tuple(layers))
 
 
 def tree_bytes(tree: Any) -> int:

@@ -138,6 +138,9 @@ class SamplerState(NamedTuple):
     """bool [R], whether the row wants log-probabilities."""
 
 
+# Bounds of what `sample` takes beside its arguments, in bytes; a test holds them against the compiled programs.
+_WORKSPACE, _WORKSPACE_PER_TOKEN, _WORKSPACE_PER_ROW = 16384, 36, 512
+
 _WIDE = ("bias", "ends", "prompt", "counts")
 
 SamplerRow = SamplerState
@@ -387,8 +390,9 @@ class Sampler:
 
     @property
     def nbytes(self) -> int:
-        """Device memory of the state, in bytes."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in self._shapes)
+        """Device memory, in bytes: the state, and at most what a draw takes beside it and the logits."""
+        state = sum(leaf.size * leaf.dtype.itemsize for leaf in self._shapes)
+        return state + _WORKSPACE_PER_TOKEN * self._vocab + _WORKSPACE_PER_ROW * self._rows + _WORKSPACE
 
     def admit(self, row: int, params: ResolvedSampling, prompt_ids: Sequence[int], end_ids: Sequence[int]) -> None:
         """Makes row `row` that of a new request.

@@ -2,8 +2,7 @@
 
 Scores, softmax and sums are float32. A query at position p sees keys at positions j <= p and, with a window of w,
 j > p - w. Layouts: queries `[..., t, h, c]`; keys and values of the cache `[rows, g, s, c]`, h a multiple of g, so that
-a head's positions are contiguous. Caches of 16-bit floats are held as uint16 (XLA's CPU backend rewrites a whole
-bfloat16 array to update one element).
+a head's positions are contiguous. Caches may be in storage form.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from novalm_jax.kernels.linear import einsum
+from novalm_jax.kernels.storage import view_as
 
 _NEVER = -1e30
 """Score of a key that may not be seen: finite, so that a row which sees nothing yet stays free of NaN."""
@@ -72,7 +72,9 @@ def cached(
             new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
             weights = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
             fade = jnp.exp(top - new_top)
-            mixed = mixed * fade + einsum("gms,gsc->gmc", weights, v.astype(jnp.float32))
+            # Nothing times NaN is NaN: what an earlier user of the row left behind must not count even once.
+            v = jnp.where(seen.any(axis=1)[:, :, None], v.astype(jnp.float32), 0.0)
+            mixed = mixed * fade + einsum("gms,gsc->gmc", weights, v)
             return new_top, total * fade + weights.sum(axis=-1, keepdims=True), mixed
 
         nothing = jnp.zeros((g, h // g * t, 1), jnp.float32)
@@ -95,4 +97,4 @@ def _block(cache: jax.Array, row: jax.Array, number: jax.Array, block: int, dtyp
     """Positions `number * block` on of one row of the cache: `[g, block, c]`."""
     _, g, _, c = cache.shape
     part = lax.dynamic_slice(cache, (row, 0, number * block, 0), (1, g, block, c))[0]
-    return part if part.dtype == dtype else lax.bitcast_convert_type(part, dtype)
+    return view_as(part, dtype)

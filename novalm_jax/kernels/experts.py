@@ -18,6 +18,7 @@ from jax import lax
 
 from novalm_jax.config import Activation
 from novalm_jax.kernels.linear import einsum
+from novalm_jax.kernels.storage import view_as
 
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -111,13 +112,6 @@ def grouped(x: jax.Array, ids: jax.Array, weights: Weights, activation: Activati
 
 
 def _expert(weights: Weights, number: jax.Array, dtype: jnp.dtype) -> Weights:
-    """One expert's weights, from stacks in their own dtype or in storage form (unsigned, of the same width).
-
-    XLA's CPU backend converts a whole bfloat16 stack to float32 before it slices it; unsigned ones it leaves alone.
-    """
-
-    def pick(stack: jax.Array) -> jax.Array:
-        expert = lax.dynamic_index_in_dim(stack, number, keepdims=False)
-        return expert if expert.dtype == dtype else lax.bitcast_convert_type(expert, dtype)
-
-    return Weights(*map(pick, weights))
+    """One expert's weights, from stacks in their own dtype or in storage form."""
+    parts = (lax.dynamic_index_in_dim(stack, number, keepdims=False) for stack in weights)
+    return Weights(*(view_as(part, dtype) for part in parts))

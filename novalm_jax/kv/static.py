@@ -15,6 +15,7 @@ from jax import lax
 
 from novalm_jax.config import AttentionConfig
 from novalm_jax.kernels import attention as kernel
+from novalm_jax.kernels.storage import storage_dtype, view_as
 
 
 class LayerCache(NamedTuple):
@@ -22,14 +23,6 @@ class LayerCache(NamedTuple):
 
     keys: jax.Array
     values: jax.Array
-
-
-def storage_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype that holds elements of `dtype` in pools: 16-bit floats are kept as uint16, others as they are.
-
-    XLA's CPU backend rewrites a whole bfloat16 array to update or slice it, and leaves unsigned ones in place.
-    """
-    return np.dtype(np.uint16) if dtype.itemsize == 2 else dtype
 
 
 def cache_shape(config: AttentionConfig, rows: int, capacity: int, dtype: np.dtype) -> LayerCache:
@@ -63,8 +56,7 @@ class CacheView(NamedTuple):
         return out, self._replace(cache=LayerCache(keys, values))
 
     def _written(self, stored: jax.Array, new: jax.Array) -> jax.Array:
-        if stored.dtype != new.dtype:
-            new = lax.bitcast_convert_type(new, stored.dtype)
+        new = view_as(new, stored.dtype)
         if new.shape[0] == 1:
             # One sequence: a block of positions, which the caller keeps inside the capacity.
             start = (self.rows[0], jnp.int32(0), self.starts[0], jnp.int32(0))

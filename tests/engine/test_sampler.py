@@ -6,6 +6,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from novalm_jax.compat import compile_program, program_bytes
 from novalm_jax.engine import sampler
 from novalm_jax.engine.sampler import Sampled, SamplerState, row_of
 from novalm_jax.engine.sampling import ResolvedSampling, choice_seed, greedy_suffices, resolve
@@ -588,3 +590,15 @@ def test_greedy_suffices(options: dict[str, Any], suffices: bool) -> None:
 def test_tokens_outside_the_vocabulary_are_refused(what: str, arguments: Any) -> None:
     with pytest.raises(RequestError, match=rf"{what} names token (10|-1), .* from 0 to 9"):
         row_of(*arguments)
+
+
+@pytest.mark.parametrize("vocab", [97, 4096, 151936])
+def test_the_stated_memory_bounds_what_the_programs_take(vocab: int) -> None:
+    rows = 4
+    held = sampler.Sampler(rows, vocab)
+    state = jax.eval_shape(partial(sampler.init_state, rows, vocab))
+    logits = jax.ShapeDtypeStruct((rows, vocab), jnp.float32)
+    lines = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.bool_)
+    program = compile_program(sampler.sample, (state, logits, *lines), donate=(0,))
+    taken = sum(leaf.size * leaf.dtype.itemsize for leaf in state) + sum(program_bytes(program))
+    assert taken <= held.nbytes <= 1.5 * taken + 65536
