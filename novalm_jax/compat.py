@@ -64,9 +64,15 @@ class CompileCounter:
 
 
 def enable_compilation_cache(folder: Path) -> None:
-    """Keeps compiled programs in `folder`, small and quick ones too. A folder that cannot be written only warns."""
-    import jax
+    """Keeps compiled programs in `folder`, small and quick ones too. A folder that cannot be written only warns.
 
+    A cache that the process has already chosen stays as it is.
+    """
+    import jax
+    from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+    if jax.config.values["jax_compilation_cache_dir"] is not None:
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)
@@ -78,6 +84,8 @@ def enable_compilation_cache(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # JAX decides once whether there is a cache, with the first program it compiles; this makes it look again.
+    reset_cache()
 
 
 def compilation_cache_folder() -> Path:

@@ -351,7 +351,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts; a text, or a list of ids, is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence) and not isinstance(prompts, np.ndarray):
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
         raise RequestError(f"prompts: expected a text, token ids, or a list of either, got {type(prompts).__name__}.")
     several: list[Any] = list(prompts)
     return [several] if several and isinstance(several[0], int | np.integer) else several

@@ -97,16 +97,20 @@ class _Sizes:
         return programs, MemoryPlan({**self._held(programs), "workspace": programs.workspace_bytes()})
 
     def longest(self, wanted: int, budget: int) -> tuple[int, Programs, MemoryPlan]:
-        """As `of`, for the longest context up to `wanted` that stays within `budget`; else for the shortest."""
-        context, workspace = wanted, 0
-        least = min(wanted, KV_BLOCK)
-        while (context := min(context, self._that_fits(budget - workspace))) > least:
-            programs, plan = self.of(context)
-            if plan.fits(budget):
-                return context, programs, plan
-            workspace = plan.parts["workspace"]
-            context -= KV_BLOCK
-        return least, *self.of(least)
+        """As `of`, for the longest context up to `wanted` that stays within `budget`; else for the one that takes the
+        least."""
+        # Below the largest chunk, prefill takes smaller ones and a fraction of the workspace: a range of its own.
+        for longest in dict.fromkeys((wanted, min(wanted, PREFILL_ROWS[-1] - KV_BLOCK))):
+            context, workspace = longest, 0
+            while (context := min(context, self._that_fits(budget - workspace))) > 0:
+                programs, plan = self.of(context)
+                if plan.fits(budget):
+                    return context, programs, plan
+                workspace = plan.parts["workspace"]
+                context -= KV_BLOCK
+        # One block can take more than two: XLA copies a cache that is sliced whole.
+        shortest = dict.fromkeys(min(wanted, KV_BLOCK * blocks) for blocks in (1, 2))
+        return min(((context, *self.of(context)) for context in shortest), key=lambda found: found[2].device_bytes)
 
     def _that_fits(self, memory: int) -> int:
         """Tokens of context whose cache fits in `memory` beside what is always there."""

@@ -55,8 +55,11 @@ QK_NORM_TENSORS: Final[dict[str, Sequence[Source]]] = {
     for name in ("q_norm", "k_norm")
 }
 
-IGNORED_TENSORS: Final = (r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
-"""Frequencies that old writers stored; they follow from the configuration."""
+IGNORED_TENSORS: Final = (
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+    r"(model\.)?mtp\..*",
+)
+"""Frequencies that old writers stored, which follow from the configuration; layers for multi-token prediction."""
 
 
 def mlp_tensors(ours: str, theirs: str) -> dict[str, Sequence[Source]]:

@@ -12,7 +12,8 @@ from typing import Any, Final
 from novalm_jax.config import RopeConfig
 from novalm_jax.errors import ConfigError
 
-ROPE_FIELDS: Final = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+_ORIGINAL: Final = "original_max_position_embeddings"
+ROPE_FIELDS: Final = ("rope_theta", "rope_scaling", "rope_parameters", _ORIGINAL)
 
 # Which entries of the dictionary each kind reads; `?` marks those with a default.
 _KINDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -36,22 +37,23 @@ def read_rope(stored: Mapping[str, Any], default_theta: float, *, context_length
     settings = _merged(stored)
     kind: Any = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
     settings.pop("type", None)
-    if kind not in _KINDS:
+    if kind not in tuple(_KINDS):
         raise ConfigError(f"config.json: rotary embedding of kind {kind!r} is not supported ({', '.join(_KINDS)} are).")
-    theta = settings.pop("rope_theta", None)
+    outside = {"rope_theta": settings.pop("rope_theta", None), _ORIGINAL: stored.get(_ORIGINAL)}
+    if unusable := [f"{name} = {value!r}" for name, value in outside.items() if value is not None and _odd(value)]:
+        raise ConfigError(f"config.json: {', '.join(unusable)}: a positive number is needed.")
     values = _numbers(kind, settings)
-    original = int(
-        stored.get("original_max_position_embeddings") or values.get("original_max_position_embeddings") or 0
-    )
+    original = 0
     if kind in ("dynamic", "llama3", "yarn"):
         # Dynamic scaling starts where the model's own context ends, whatever else is written.
-        original = context_length if kind == "dynamic" else original or context_length
+        inner = None if kind == "dynamic" else outside[_ORIGINAL] or values.get(_ORIGINAL)
+        original = int(inner or context_length)
     rope: dict[str, Any] = {
         name: values[name] for name in ("factor", "low_freq_factor", "high_freq_factor") if name in values
     }
     if kind == "yarn":
         rope |= _yarn(values)
-    return RopeConfig(theta=float(theta or default_theta), kind=kind, original_context=original, **rope)
+    return RopeConfig(theta=float(outside["rope_theta"] or default_theta), kind=kind, original_context=original, **rope)
 
 
 def _merged(stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,13 +88,18 @@ def _numbers(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         if value is None:
             if required:
                 problems.append(f"{name} is missing")
-        elif type(value) is not bool if name == "truncate" else type(value) not in (int, float) or value <= 0:
+        elif type(value) is not bool if name == "truncate" else _odd(value):
             problems.append(f"{name} = {value!r} is not usable")
         else:
             values[name] = value
     if problems:
         raise ConfigError(f"config.json: rotary embedding of kind {kind!r}: {'; '.join(problems)}.")
     return values
+
+
+def _odd(value: Any) -> bool:
+    """Whether this is no positive number."""
+    return type(value) not in (int, float) or not value > 0
 
 
 def _yarn(values: Mapping[str, Any]) -> dict[str, Any]:
