@@ -25,12 +25,16 @@ def compile_program(
     """Compiles `function` ahead of time for arguments of these shapes (`jax.ShapeDtypeStruct` or arrays, in trees).
 
     Excess precision is off: XLA must not keep bfloat16 results in float32 between operations, or the same step cut
-    into other programs would round differently.
+    into other programs would round differently. For the same reason optimization barriers stay to the end on the CPU,
+    whose backend otherwise drops them before it fuses, and what is fused rounds differently.
     """
     import jax
 
+    options: dict[str, bool | str] = {"xla_allow_excess_precision": False}
+    if jax.default_backend() == "cpu":
+        options["xla_disable_hlo_passes"] = "cse_barrier_expander"
     lowered = jax.jit(function, donate_argnums=tuple(donate)).lower(*arguments)
-    return lowered.compile(compiler_options={"xla_allow_excess_precision": False})
+    return lowered.compile(compiler_options=options)
 
 
 def program_bytes(program: jax.stages.Compiled) -> tuple[int, int]:

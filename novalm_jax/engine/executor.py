@@ -50,7 +50,7 @@ class Executor:
         """Puts a prompt into a row of the cache, chunk by chunk.
 
         Returns:
-          What follows its last token, as the first of two equal rows.
+          What follows its last token, as the first of some equal rows.
         """
         for x, count, bucket in self._chunks(row, tokens, len(tokens)):
             last = x, count, bucket

@@ -5,8 +5,8 @@ one `LayerConfig`. Prefill runs them one by one; a decode step of the whole mode
 functions, with barriers at the split, so that both round alike. Weights are arguments, never constants, and flat
 tuples, because flattening a module costs more than a decode step of a small model.
 
-Shapes depend on the model and the options alone. Decode never has one row (XLA rounds that differently) and stays
-below 64 rows; prefill has 64 rows or more.
+Shapes depend on the model and the options alone. Decode never has fewer than 4 rows (XLA rounds those differently) and
+stays below 64 rows; prefill has 64 rows or more.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from novalm_jax.models.attention import Place
 from novalm_jax.models.decoder import Decoder, DecoderLayer, Routed, without_experts
 from novalm_jax.models.moe import MoE, Routing
 
-DECODE_ROWS = (2, 4, 8, 16, 32)
-"""Row counts that decode is compiled for."""
+DECODE_ROWS = (4, 8, 16, 32)
+"""Row counts that decode is compiled for. XLA's CPU backend rounds bfloat16 products of 2 rows differently."""
 
 PREFILL_ROWS = (64, 512)
 """Token counts that a prefill chunk is compiled for; prompts are cut into chunks of the largest."""
@@ -160,9 +160,9 @@ class Functions:
         return self._structure.outer(outer).embed(tokens[None])
 
     def head(self, outer: Leaves, x: jax.Array, index: jax.Array) -> Decoded:
-        """Logits of token `index` of `x [1, t, d]`, twice: a program of one row would round differently."""
+        """Logits of token `index` of `x [1, t, d]`, on as many equal rows as the smallest decode step has."""
         last = lax.dynamic_index_in_dim(x[0], index, keepdims=True)
-        return _decoded(self._structure.outer(outer).logits(jnp.concatenate([last, last])))
+        return _decoded(self._structure.outer(outer).logits(jnp.concatenate([last] * DECODE_ROWS[0])))
 
     def head_of_block(self, outer: Leaves, x: jax.Array, start: jax.Array) -> jax.Array:
         """Logits of the `HEAD_BLOCK` tokens from `start` on of `x [1, t, d]`: float32 `[HEAD_BLOCK, v]`."""
@@ -189,7 +189,7 @@ class Functions:
     ) -> tuple[Decoded, tuple[LayerCache, ...]]:
         """One token for each row, through the whole model."""
         outer = self._structure.outer(weights.outer)
-        x = outer.embed(step.tokens[:, None])
+        x = lax.optimization_barrier(outer.embed(step.tokens[:, None]))
         after = []
         for config, layer, cache in zip(self._structure.config.layers, weights.layers, caches, strict=True):
             x, cache = self.decode_layer(config, layer, cache, x, step)
@@ -247,7 +247,7 @@ class Programs:
         return self._get(("embed", tokens), self._functions.embed, (self._weights.outer,), (_ints(tokens),))
 
     def head(self, tokens: int) -> jax.stages.Compiled:
-        """(outer, x `[1, t, d]`, int32 index) -> `Decoded` of that token, twice."""
+        """(outer, x `[1, t, d]`, int32 index) -> `Decoded` of that token, on equal rows."""
         live = (self._hidden(tokens), _ints())
         return self._get(("head", tokens), self._functions.head, (self._weights.outer,), live)
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,10 +21,13 @@ from novalm_jax.config import (
     MoEConfig,
     RopeConfig,
 )
+from novalm_jax.engine.programs import DECODE_ROWS
 from novalm_jax.kernels import attention, experts
 from novalm_jax.kernels.experts import Weights
-from novalm_jax.kv.static import CacheView, LayerCache
+from novalm_jax.kernels.linear import einsum
+from novalm_jax.kv.static import CacheView, LayerCache, cache_shape
 from novalm_jax.models import rope
+from novalm_jax.models.attention import Place, Uncached
 from novalm_jax.models.decoder import Decoder, DecoderLayer
 from novalm_jax.models.linear import GatedMLP
 from novalm_jax.models.moe import MoE, choose
@@ -227,20 +231,16 @@ class Cached:
         return plain_attention(self.q[row], self.k[row], self.v[row], self.starts[row], 0.3, window)
 
 
-@jax.jit
-def _attend(q: Any, keys: Any, values: Any, rows: Any, starts: Any) -> jax.Array:
-    return attention.cached(q, keys, values, rows, starts, 0.3, None, BLOCK)
-
-
+@partial(jax.jit, static_argnames="window")
 def attend(q: Any, keys: Any, values: Any, rows: Any, starts: Any, window: int | None) -> jax.Array:
-    if window is None:
-        return _attend(q, keys, values, rows, starts)
     return attention.cached(q, keys, values, rows, starts, 0.3, window, BLOCK)
 
 
-@pytest.mark.parametrize("window", [None, 1, 5, 8, 9, 100])
 @pytest.mark.parametrize(("t", "starts"), [(1, [0, 7, 8, 9, 31]), (3, [0, 5, 6, 16, 29]), (17, [0, 3, 15])])
-@pytest.mark.parametrize("heads", ["grouped", "multi-query"])
+@pytest.mark.parametrize(
+    ("heads", "window"),
+    [*(("grouped", w) for w in (None, 1, 5, 8, 9, 100)), ("multi-query", None), ("multi-head", 5)],
+)
 def test_cached_attention_sees_its_own_past_and_nothing_else(
     heads: str, t: int, starts: list[int], window: int | None
 ) -> None:
@@ -272,7 +272,7 @@ def test_cached_attention_reads_bfloat16_in_storage_form() -> None:
     for row in range(2):
         np.testing.assert_allclose(wide(out[row]), case.expected(row, None), atol=0.02)
     view = case.keys.view(jnp.bfloat16), case.values.view(jnp.bfloat16)
-    as_floats = _attend(case.q, *view, jnp.asarray(case.rows, jnp.int32), jnp.asarray(case.starts, jnp.int32))
+    as_floats = attend(case.q, *view, jnp.asarray(case.rows, jnp.int32), jnp.asarray(case.starts, jnp.int32), None)
     assert same_bits(out, as_floats)
 
 
@@ -285,18 +285,35 @@ def test_a_row_of_cached_attention_does_not_depend_on_its_neighbours(dtype: Any)
 
 
 def test_a_decode_step_writes_its_cache_in_place() -> None:
-    cache = LayerCache(*[jax.ShapeDtypeStruct((4, 2, 1024, 64), jnp.uint16)] * 2)
-    q, kv = (jax.ShapeDtypeStruct((4, 1, heads, 64), jnp.bfloat16) for heads in (8, 2))
+    heads = AttentionConfig(8, 2, 64, 0.1, RopeConfig(1e4))
+    cache = cache_shape(heads, 4, 1024, np.dtype(jnp.bfloat16))
+    q, kv = (jax.ShapeDtypeStruct((4, 1, n, 64), jnp.bfloat16) for n in (8, 2))
     ints = jax.ShapeDtypeStruct((4,), jnp.int32)
 
     def step(cache: LayerCache, q: Any, k: Any, v: Any, rows: Any, starts: Any) -> Any:
         out, view = CacheView(cache, rows, starts, 128).attend(q, k, v, 0.1, None)
         return out, view.cache
 
-    analysis = compile_program(step, (cache, q, kv, kv, ints, ints), donate=(0,)).memory_analysis()
+    analysis: Any = compile_program(step, (cache, q, kv, kv, ints, ints), donate=(0,)).memory_analysis()
     cache_bytes = 2 * 4 * 2 * 1024 * 64 * 2
     assert analysis.alias_size_in_bytes == cache_bytes
     assert analysis.temp_size_in_bytes < cache_bytes / 4
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("width", [60, 512])
+def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(width: int, dtype: Any) -> None:
+    """At widths of real models, before rounding: the router's logits are used as they are."""
+    x, weight = random(DECODE_ROWS[-1], 768, dtype=dtype), random(width, 768, seed=1, dtype=dtype)
+    found = []
+    for rows in DECODE_ROWS:
+        arguments = (x[:rows], weight)
+        product = compile_program(lambda x, weight: einsum("td,ed->te", x, weight), arguments)
+        found.append(np.asarray(product(*arguments))[: DECODE_ROWS[0]])
+    assert all(same_bits(found[0], more) for more in found)
 
 
 # --- router ----------------------------------------------------------------------------------------------------------
@@ -347,7 +364,7 @@ def plain_experts(x: Any, ids: np.ndarray, weights: Weights) -> np.ndarray:
 
 Kernel = Callable[..., jax.Array]
 KERNELS: dict[str, Kernel] = {
-    "reference": lambda x, ids, w: experts.reference(x, ids, w, "silu"),
+    "reference": jax.jit(lambda x, ids, w: experts.reference(x, ids, w, "silu")),
     "by_expert": jax.jit(lambda x, ids, w: experts.by_expert(x, ids, w, "silu")),
     "grouped": jax.jit(lambda x, ids, w: experts.grouped(x, ids, w, "silu", 8)),
     "grouped by 64": jax.jit(lambda x, ids, w: experts.grouped(x, ids, w, "silu", 64)),
@@ -424,9 +441,9 @@ E_BIG, F_BIG, D_BIG = 24, 256, 128
 def expert_temporaries(kernel: str, t: int, dtype: Any) -> tuple[int, int]:
     """Bytes of temporaries of a compiled kernel, and of one expert."""
     sizes = [(E_BIG, F_BIG, D_BIG), (E_BIG, F_BIG, D_BIG), (E_BIG, D_BIG, F_BIG)]
-    stacks = Weights(*(jax.ShapeDtypeStruct(size, dtype) for size in sizes))
+    stacks = jax.eval_shape(lambda: Weights(*(jnp.zeros(size, dtype) for size in sizes)))
     arguments = (jax.ShapeDtypeStruct((t, D_BIG), jnp.bfloat16), jax.ShapeDtypeStruct((t, 4), jnp.int32), stacks)
-    analysis = compile_program(KERNELS[kernel], arguments).memory_analysis()
+    analysis: Any = compile_program(KERNELS[kernel], arguments).memory_analysis()
     return analysis.temp_size_in_bytes, 3 * F_BIG * D_BIG * 2
 
 
@@ -491,10 +508,22 @@ def test_moe_is_the_weighted_sum_of_its_experts_and_the_shared_one(more: dict[st
     np.testing.assert_allclose(moe(x), expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("width", [36, 1000, 1536])
+def test_the_gate_of_the_shared_expert_does_not_depend_on_the_number_of_rows(width: int, dtype: Any) -> None:
+    config = moe_config(2, 1, shared_width=8, shared_gate=True)
+    moe = MoE(width, config, dtype=dtype, rngs=nnx.Rngs(0))
+    randomise(moe)
+    x, products = random(32, width, dtype=dtype), jnp.zeros((32, 1, width), dtype)
+    combine = nnx.jit(lambda module, x, products: module.combine(x, products, jnp.ones((x.shape[0], 1))))
+    rows = [np.asarray(combine(moe, x[:n], products[:n]))[:2] for n in DECODE_ROWS]
+    assert all(same_bits(rows[0], more) for more in rows)
+
+
 def test_combine_adds_in_router_order() -> None:
     """Float addition does not commute over three: only this order gives these bits."""
     moe = MoE(2, moe_config(4, 3), dtype=jnp.float32, rngs=nnx.Rngs(0))
-    parts = np.float32([1e8, -1e8, 1.25])
+    parts = np.array([1e8, -1e8, 1.25], np.float32)
     weights = jnp.asarray([[1.0, 1.0, 1.0]])
     for order in itertools.permutations(range(3)):
         products = jnp.asarray(np.repeat(parts[list(order)][None, :, None], 2, -1))
@@ -514,12 +543,8 @@ def test_the_residual_multiplier_scales_both_branches() -> None:
     randomise(layer)
     plain = DecoderLayer(tiny_layer(1.0), dtype=jnp.float32, rngs=nnx.Rngs(0))
     randomise(plain)
-    place = (jnp.arange(3)[None], jnp.full((1,), 3))
-    halves = []
-    for module in (layer, plain):
-        from novalm_jax.models.attention import Place, Uncached
-
-        halves.append(wide(module.attend(x, Place(*place), Uncached())[0]) - wide(x))
+    place = Place(jnp.arange(3)[None], jnp.full((1,), 3))
+    halves = [wide(module.attend(x, place, Uncached())[0]) - wide(x) for module in (layer, plain)]
     np.testing.assert_allclose(halves[0], 0.25 * halves[1], atol=1e-6)
 
 

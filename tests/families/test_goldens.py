@@ -1,0 +1,369 @@
+"""Every family against logits of its reference, through the trainable module and through the engine's own programs.
+
+Knows the golden folders (tests/golden/README.md says what is in them and how exact they are).
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from novalm_jax.checkpoint.load import Checkpoint, abstract_model, load_model
+from novalm_jax.compat import compile_program
+from novalm_jax.config import LayerConfig, ModelConfig, MoEConfig
+from novalm_jax.engine.executor import Executor, put_stored
+from novalm_jax.engine.programs import DECODE_ROWS, KV_BLOCK, Functions, ModelWeights, Programs, Rows, Shapes, Structure
+from novalm_jax.kernels import attention as attention_kernel
+from novalm_jax.kernels import experts as expert_kernel
+from novalm_jax.kv.static import CacheView, LayerCache
+from novalm_jax.models import moe
+from novalm_jax.models.attention import Place
+from novalm_jax.models.decoder import Decoder, Routed
+from novalm_jax.models.families import FAMILIES
+from novalm_jax.models.params import LOGICAL_AXES, parameters_of
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CASES = sorted(folder.parent.name for folder in GOLDEN.glob("*/golden.npz"))
+SAME_WEIGHTS = {"mixtral-packed": "mixtral", "qwen3_moe-packed": "qwen3_moe", "qwen3_moe-w123": "qwen3_moe"}
+DISTINCT = [case for case in CASES if case not in SAME_WEIGHTS]
+TOLERANCE = 1e-4
+CAPACITY, SPLIT = 128, 11
+
+
+@dataclasses.dataclass(frozen=True)
+class Golden:
+    ids: np.ndarray
+    logits: np.ndarray
+    greedy: np.ndarray
+
+
+@functools.cache
+def golden(case: str) -> Golden:
+    with np.load(GOLDEN / case / "golden.npz") as file:
+        return Golden(file["input_ids"], file["logits"], file["greedy"])
+
+
+def whole(model: Decoder, ids: Any) -> np.ndarray:
+    return np.asarray(jax.jit(lambda m, t: m(t))(model, jnp.asarray(ids)))
+
+
+@functools.cache
+def logits_of(case: str) -> np.ndarray:
+    return whole(load_model(GOLDEN / case), golden(case).ids)
+
+
+def correlation(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.corrcoef(a.ravel(), b.ravel())[0, 1])
+
+
+@functools.cache
+def programs_of(config: ModelConfig, dtype: str, rows: int) -> Programs:
+    return Programs(abstract_model(config, dtype), Shapes(rows, CAPACITY, np.dtype(jnp.dtype(dtype))))
+
+
+def executor_of(case: str, dtype: str = "float32", rows: int = 2) -> Executor:
+    checkpoint = Checkpoint.open(GOLDEN / case)
+    return Executor(checkpoint.load(dtype, put_stored), programs_of(checkpoint.config, dtype, rows))
+
+
+def test_all_cases_are_there() -> None:
+    assert CASES == sorted(config.parent.name for config in GOLDEN.glob("*/config.json"))
+    assert {case.split("-")[0] for case in CASES} == set(FAMILIES)
+
+
+# --- the trainable module --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_in_float32(case: str) -> None:
+    logits = logits_of(case)
+    assert logits.dtype == np.float32
+    assert np.abs(logits - golden(case).logits).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", DISTINCT)
+def test_logits_in_bfloat16(case: str) -> None:
+    model = load_model(GOLDEN / case, "bfloat16")
+    assert {param.dtype for param in parameters_of(model).values()} == {jnp.dtype(jnp.bfloat16)}
+    logits = whole(model, golden(case).ids)
+    assert logits.dtype == np.float32
+    assert correlation(logits, golden(case).logits) > 0.995
+
+
+@pytest.mark.parametrize("case", SAME_WEIGHTS)
+def test_every_layout_of_the_same_weights_gives_the_same_bits(case: str) -> None:
+    assert np.array_equal(logits_of(case), logits_of(SAME_WEIGHTS[case]))
+
+
+@pytest.mark.parametrize("case", DISTINCT)
+def test_gradients_reach_every_parameter(case: str) -> None:
+    """A detached branch has a gradient of zero; a masked softmax done wrong has one of NaN."""
+    graph, state = nnx.split(load_model(GOLDEN / case))
+
+    def loss(state: Any) -> jax.Array:
+        return jnp.mean(jnp.square(nnx.merge(graph, state)(jnp.asarray(golden(case).ids))))
+
+    gradients = {path: np.asarray(g.get_value()) for path, g in nnx.to_flat_state(jax.jit(jax.grad(loss))(state))}
+    assert len(gradients) == len(jax.tree.leaves(state))
+    assert not [path for path, gradient in gradients.items() if not np.isfinite(gradient).all()]
+    assert not [path for path, gradient in gradients.items() if not gradient.any()]
+
+
+@pytest.mark.parametrize("case", DISTINCT)
+def test_every_parameter_names_its_axes(case: str) -> None:
+    for path, param in parameters_of(abstract_model(Checkpoint.open(GOLDEN / case).config)).items():
+        assert len(param.axes) == len(param.shape), path
+        assert set(param.axes) <= set(LOGICAL_AXES), path
+        assert len(set(param.axes)) == len(param.axes), path
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------
+
+
+def stepwise(executor: Executor, ids: np.ndarray) -> np.ndarray:
+    """Logits `[b, t, v]`: a prefill up to SPLIT, then all sequences together, token by token."""
+    b, t = ids.shape
+    parts = [np.stack([executor.prefill_logits(row, ids[row, :SPLIT].tolist(), t) for row in range(b)])]
+    for at in range(SPLIT, t):
+        step = executor.decode(ids[:, at].tolist(), list(range(b)), [at] * b, [t] * b)
+        parts.append(np.asarray(step.logits)[:b, None])
+    return np.concatenate(parts, axis=1)
+
+
+def continuation(executor: Executor, prompt: list[int], count: int) -> list[int]:
+    row, tokens = executor.rows - 1, list(prompt)
+    decoded = executor.prefill(row, tokens)
+    for _ in range(count - 1):
+        tokens.append(int(decoded.greedy[0]))
+        decoded = executor.decode(tokens[-1:], [row], [len(tokens) - 1], [len(tokens)])
+    return [*tokens[len(prompt) :], int(decoded.greedy[0])]
+
+
+@pytest.mark.parametrize("case", DISTINCT)
+def test_prefill_and_decode_give_the_golden_logits_and_ids(case: str) -> None:
+    executor, expected = executor_of(case), golden(case)
+    assert np.abs(stepwise(executor, expected.ids) - expected.logits).max() <= TOLERANCE
+    if count := expected.greedy.shape[1]:
+        assert continuation(executor, expected.ids[0].tolist(), count) == expected.greedy[0].tolist()
+    else:
+        assert case == "llama-dynamic"
+
+
+@pytest.mark.parametrize("case", ["mixtral-bf16", "qwen2_moe", "olmoe-clip", "granitemoe"])
+def test_prefill_and_decode_in_bfloat16(case: str) -> None:
+    logits = stepwise(executor_of(case, "bfloat16"), golden(case).ids)
+    assert correlation(logits, golden(case).logits) > 0.995
+    assert correlation(logits, whole(load_model(GOLDEN / case, "bfloat16"), golden(case).ids)) > 0.999
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_does_not_depend_on_its_neighbours(dtype: str) -> None:
+    """Alone in the smallest bucket and among others of other lengths, a sequence has the same logits, bit for bit."""
+    case, count, length = "qwen2_moe", 8, 24
+    ids = np.random.default_rng(5).integers(3, 96, (count, length + 8)).astype(np.int32)
+    starts = [length - 2 * i for i in range(count)]
+    crowd, single = executor_of(case, dtype, rows=8), executor_of(case, dtype, rows=8)
+    for row, start in enumerate(starts):
+        crowd.prefill(row, ids[row, :start].tolist())
+    for row in (0, 5):
+        # Another row of the cache than in the crowd, after another sequence has been there.
+        single.prefill(7 - row, ids[3].tolist())
+        single.prefill(7 - row, ids[row, : starts[row]].tolist())
+    for i in range(6):
+        places = [start + i for start in starts]
+        tokens = [int(ids[row, at]) for row, at in enumerate(places)]
+        together = np.asarray(crowd.decode(tokens, list(range(count)), places, [at + 1 for at in places]).logits)
+        for row in (0, 5):
+            alone = single.decode([tokens[row]], [7 - row], [places[row]], [places[row] + 1])
+            assert alone.logits.shape[0] == DECODE_ROWS[0]
+            assert np.asarray(alone.logits)[0].tobytes() == together[row].tobytes()
+
+
+class Apart:
+    """A decode step as programs of its own on each side of the router, one expert subset after the other."""
+
+    def __init__(self, config: ModelConfig, weights: ModelWeights, caches: tuple[LayerCache, ...]):
+        self._structure = Structure(abstract_model(config, str(weights.outer[0].dtype)))
+        self._config, self._weights = config, weights
+        self._functions = Functions(self._structure)
+        self._compiled: dict[Any, Any] = {}
+        self.caches = list(caches)
+
+    def run(self, step: Rows) -> np.ndarray:
+        """Logits `[b, v]`."""
+        outer, structure = self._weights.outer, self._structure
+        x = self._call("embed", lambda o, t: structure.outer(o).embed(t[:, None]), outer, step.tokens)
+        for i, (config, layer) in enumerate(zip(self._config.layers, self._weights.layers, strict=True)):
+            attend = functools.partial(self._attend, config)
+            routed, self.caches[i] = self._call(("attend", config), attend, layer.dense, self.caches[i], x, step)
+            x = self._experts(config, layer, Routed(*routed)) if layer.experts else routed
+        return np.asarray(self._call("head", lambda o, x: structure.outer(o).logits(x[:, 0]), outer, x))
+
+    def _attend(self, config: LayerConfig, dense: Any, cache: Any, x: Any, step: Rows) -> Any:
+        place, view = Place(step.positions[:, None], step.known), CacheView(cache, step.rows, step.positions, KV_BLOCK)
+        return self._functions._attend(config, dense, view, x, place, step.positions >= 0)
+
+    def _experts(self, config: LayerConfig, layer: Any, routed: Routed) -> jax.Array:
+        assert isinstance(config.feed_forward, MoEConfig)
+        moe_config, ids = config.feed_forward, np.asarray(routed.routing.ids)
+        products: Any = None
+        for subset in (ids % 2 == 0, ids % 2 == 1):
+            mine = np.where(subset, ids, moe_config.num_experts)
+            part = self._call(
+                ("experts", config),
+                lambda h, ids, weights: expert_kernel.by_expert(h, ids, weights, moe_config.activation),
+                *(routed.h, mine, layer.experts),
+            )
+            products = part if products is None else np.where(subset[..., None], part, products)
+        return self._call(
+            ("combine", config),
+            lambda dense, routed, products: self._structure.layer(config, dense).combine(routed, products),
+            *(layer.dense, routed, products),
+        )
+
+    def _call(self, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        if key not in self._compiled:
+            self._compiled[key] = compile_program(function, arguments)
+        return self._compiled[key](*arguments)
+
+
+@pytest.mark.parametrize("rows", DECODE_ROWS[:2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["qwen2_moe", "granitemoe"])
+def test_a_step_cut_at_the_router_gives_the_bits_of_the_whole_step(case: str, dtype: str, rows: int) -> None:
+    checkpoint = Checkpoint.open(GOLDEN / case)
+    model = checkpoint.load(dtype, put_stored)
+    weights, programs = Structure.take_apart(model), programs_of(checkpoint.config, dtype, rows)
+    caches = programs.new_caches()
+    tokens = np.random.default_rng(rows).integers(3, 96, (8, rows)).astype(np.int32)
+    apart = Apart(checkpoint.config, weights, programs.new_caches())
+    for at, now in enumerate(tokens):
+        # The last row is idle at first, as in a bucket that is not full.
+        positions = np.full(rows, at, np.int32)
+        places = np.arange(rows, dtype=np.int32)
+        if at < 3:
+            positions[-1], places[-1] = -1, rows
+        else:
+            positions[-1] = at - 3
+        step = Rows(now, places, positions, positions + 1)
+        decoded, caches = programs.decode(rows)(weights, caches, step)
+        active = positions >= 0
+        assert apart.run(step)[active].tobytes() == np.asarray(decoded.logits)[active].tobytes()
+
+
+# --- programs hold no weights ----------------------------------------------------------------------------------------
+
+CONSTANT = re.compile(r"= (\w+?)(\d+)\[([\d,]*)\]\S* constant\(")
+
+
+def constant_bytes(compiled: Any) -> int:
+    """Size of the largest constant in a compiled program."""
+    sizes = [
+        int(bits) // 8 * int(np.prod([int(n) for n in shape.split(",") if n]))
+        for _, bits, shape in CONSTANT.findall(compiled.as_text())
+    ]
+    return max(sizes, default=0)
+
+
+def big_model() -> Decoder:
+    config = dataclasses.replace(Checkpoint.open(GOLDEN / "qwen2_moe").config, vocab_size=1 << 14)
+    return Decoder(config, rngs=nnx.Rngs(0))
+
+
+def test_the_module_is_compiled_without_its_weights() -> None:
+    model, tokens = big_model(), jnp.zeros((1, 4), jnp.int32)
+    assert max(param.get_value().nbytes for param in parameters_of(model).values()) > 1 << 20
+    assert constant_bytes(jax.jit(lambda m, t: m(t)).lower(model, tokens).compile()) < 1 << 20
+    # What the guard is for: this form copies the weights into the program.
+    assert constant_bytes(jax.jit(model).lower(tokens).compile()) > 1 << 20
+
+
+def test_the_engines_programs_are_compiled_without_weights() -> None:
+    model = big_model()
+    programs = Programs(model, Shapes(4, CAPACITY, np.dtype(np.float32)))
+    layer = model.config.layers[0]
+    made = [programs.decode(4), programs.embed(64), programs.head(64), programs.head_of_block(64)]
+    made += [programs.attend(layer, 64), programs.experts(layer, 64)]
+    for compiled in made:
+        assert constant_bytes(compiled) < 1 << 20
+
+
+def test_a_decode_step_leaves_the_caches_where_they_are() -> None:
+    config = Checkpoint.open(GOLDEN / "qwen2_moe").config
+    programs = Programs(abstract_model(config, "bfloat16"), Shapes(4, 4096, np.dtype(jnp.bfloat16)))
+    analysis: Any = programs.decode(4).memory_analysis()
+    assert analysis.alias_size_in_bytes == programs.cache_bytes
+    assert analysis.temp_size_in_bytes < programs.cache_bytes / 4
+
+
+# --- faults that these comparisons would catch -----------------------------------------------------------------------
+
+
+def change(case: str, attention: dict[str, Any] | None = None, **changes: Any) -> float:
+    """How far the logits of a case are from the golden ones with another configuration of every layer."""
+    checkpoint = Checkpoint.open(GOLDEN / case)
+    layers = []
+    for layer in checkpoint.config.layers:
+        inner = dataclasses.replace(layer.attention, **(attention or {}))
+        fields = {name for name in changes if hasattr(layer.feed_forward, name)}
+        forward = dataclasses.replace(layer.feed_forward, **{name: changes[name] for name in fields})
+        rest = {name: value for name, value in changes.items() if name not in fields and hasattr(layer, name)}
+        layers.append(dataclasses.replace(layer, attention=inner, feed_forward=forward, **rest))
+    outer = {name: value for name, value in changes.items() if hasattr(checkpoint.config, name)}
+    config = dataclasses.replace(checkpoint.config, layers=tuple(layers), **outer)
+    model = dataclasses.replace(checkpoint, config=config).load("float32", lambda _, buffer: jax.device_put(buffer))
+    return float(np.abs(whole(model, golden(case).ids) - golden(case).logits).max())
+
+
+def rope(case: str, **changes: Any) -> dict[str, Any]:
+    return {"rope": dataclasses.replace(Checkpoint.open(GOLDEN / case).config.layers[0].attention.rope, **changes)}
+
+
+FAULTS: dict[str, Callable[[], float]] = {
+    "router weights not renormalised": lambda: change("qwen3_moe", renormalise=False),
+    "router weights renormalised": lambda: change("olmoe", renormalise=True),
+    "one expert too few": lambda: change("mixtral", experts_per_token=1),
+    "softmax before the choice": lambda: change("granitemoe", softmax="before"),
+    "another activation": lambda: change("llama", activation="gelu"),
+    "window off": lambda: change("mistral", {"window": None}),
+    "window one too long": lambda: change("mixtral-window", {"window": 8}),
+    "another rotary base": lambda: change("mixtral", rope("mixtral", theta=1e4)),
+    "plain frequencies": lambda: change("llama", rope("llama", kind="default")),
+    "attention factor dropped": lambda: change("llama-yarn", rope("llama-yarn", attention_factor=1.0)),
+    "clipping off": lambda: change("olmoe-clip", {"clip_qkv": None}),
+    "attention scale": lambda: change("granitemoe", {"scale": 8**-0.5}),
+    "residual multiplier dropped": lambda: change("granitemoe", residual_multiplier=1.0),
+    "embedding multiplier dropped": lambda: change("granitemoe", embedding_multiplier=1.0),
+    "logits divisor dropped": lambda: change("granitemoe", logits_divisor=1.0),
+    "another norm epsilon": lambda: change("llama-hub", norm_eps=1e-6),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_configuration_is_far_out_of_tolerance(fault: str) -> None:
+    assert FAULTS[fault]() > 10 * TOLERANCE
+
+
+def test_the_unchanged_configuration_is_within_it() -> None:
+    assert change("granitemoe") <= TOLERANCE
+
+
+def test_a_dropped_router_weight_is_far_out_of_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = moe.choose
+    monkeypatch.setattr(moe, "choose", lambda *a: right(*a)._replace(weights=jnp.ones_like(right(*a).weights)))
+    assert change("mixtral") > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_shifted_mask_is_far_out_of_tolerance(shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention_kernel._visible
+    monkeypatch.setattr(attention_kernel, "_visible", lambda query, key, window: right(query + shift, key, window))
+    assert change("llama") > 10 * TOLERANCE
