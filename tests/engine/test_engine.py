@@ -212,6 +212,10 @@ def test_closing_ends_running_and_waiting_requests(engine, script):
     assert [one.finish_reason for one in requests] == ["abort"] * 3
     assert [len(one.token_ids) for one in requests] == [2, 2, 0]
     assert script.closed == 1
+
+
+def test_a_closed_engine_takes_no_more_work(engine):
+    engine.close()
     for use in (engine.step, lambda: engine.submit([request(0)]), lambda: engine.spare_row().__enter__()):
         with pytest.raises(EngineError, match="closed"):
             use()

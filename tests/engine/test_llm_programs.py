@@ -1,0 +1,185 @@
+"""What `LLM` compiles and what it does not, and that no request feels its company, on tiny models of random weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints import BOS, EOS, TOKENS, tiny_checkpoint
+from novalm_jax import LLM, SamplingParams, load_model
+from novalm_jax.checkpoint.load import abstract_model
+from novalm_jax.engine.programs import Programs, Shapes
+from novalm_jax.models.families import find_family
+
+SHORT = [5, 77, 3]
+LONG = [7 + i * 13 % 250 for i in range(50)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("programs") / "model", "qwen3_moe", max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module")
+def llm(folder) -> Iterator[LLM]:
+    with LLM(folder, dtype="float32", max_batch=8) as llm:
+        yield llm
+
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def compiled_programs() -> Iterator[list[str]]:
+    """The compilations of this process, also those that the compilation cache answers, as JAX itself reports them."""
+    heard: list[str] = []
+
+    def hear(event: str, duration: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            heard.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(hear)
+    try:
+        yield heard
+    finally:
+        jax.monitoring.unregister_event_duration_listener(hear)
+
+
+def test_500_tokens_need_no_program_that_5_did_not(folder):
+    with compiled_programs() as at_start, LLM(folder, max_batch=2) as llm:
+        params = SamplingParams(seed=1, ignore_eos=True, logprobs=2)
+        llm.generate(SHORT, replace(params, max_tokens=5))
+        assert at_start
+        reported = llm.report().programs_compiled
+        assert reported == len(at_start)
+        with compiled_programs() as later:
+            (out,) = llm.generate(SHORT, replace(params, max_tokens=500))
+        assert len(out.token_ids) == 500
+        assert later == []
+        assert llm.report().programs_compiled == reported
+
+
+def _mixed(i: int) -> SamplingParams:
+    """Every kind of request in turn."""
+    kinds = [
+        {"temperature": 0},
+        {"temperature": 0.7, "seed": i},
+        {"logprobs": 5, "top_k": 7},
+        {"stop": ("e", "the end"), "top_p": 0.9},
+        {"frequency_penalty": 0.5, "logit_bias": {9: 2.0}, "min_tokens": 2},
+        {"temperature": 0, "logprobs": 0, "stop_token_ids": (40,), "ignore_eos": True},
+    ]
+    return replace(SamplingParams(max_tokens=1 + i % 4), **kinds[i % len(kinds)])  # type: ignore[arg-type]
+
+
+def test_after_a_warm_up_no_request_compiles_anything(llm):
+    """Lengths 1 to 200 in batches of 1 to 4, of all kinds."""
+    for prompts in ([[5] * 10], [[6] * 100] * 3):
+        for kind in range(2):
+            llm.generate(prompts, replace(_mixed(kind), max_tokens=3, ignore_eos=True))
+    with compiled_programs() as later:
+        count = 0
+        for length in range(1, 201, 5):
+            batch = [[(length * 7 + i) % TOKENS for i in range(max(1, length - k))] for k in range(1 + length % 4)]
+            llm.generate(batch, [_mixed(length + k) for k in range(len(batch))])
+            count += len(batch)
+    assert count > 90
+    assert later == []
+
+
+def test_no_program_of_prefill_holds_logits_of_a_whole_prompt():
+    """A prompt of 600 tokens over 50,000 words would be 120 MB of them."""
+    vocab = 50_048
+    config = find_family({"model_type": "qwen3_moe"}).read_config(
+        {
+            "vocab_size": vocab,
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 1024,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+        }
+    )
+    programs = Programs(abstract_model(config), Shapes(rows=2, capacity=1024, dtype=np.dtype(np.float32)))
+    layer = config.layers[0]
+    for tokens in (64, 512):
+        parts = (
+            programs.embed(tokens),
+            programs.attend(layer, tokens),
+            programs.experts(layer, tokens),
+            programs.head(tokens),
+        )
+        for program in parts:
+            assert _prompt_by_vocabulary(program.as_text() or "", vocab) == []
+    whole = jax.jit(lambda x, w: x @ w).lower(
+        jax.ShapeDtypeStruct((512, 32), jnp.float32), jax.ShapeDtypeStruct((32, vocab), jnp.float32)
+    )
+    assert _prompt_by_vocabulary(whole.compile().as_text() or "", vocab), "the search itself must find such an array"
+
+
+def _prompt_by_vocabulary(program: str, vocab: int) -> list[str]:
+    """Shapes in `program` with the vocabulary and another dimension of 64 or more."""
+    found = []
+    for shape in set(re.findall(r"\[((?:\d+,)+\d+)\]", program)):
+        sizes = [int(size) for size in shape.split(",")]
+        if vocab in sizes:
+            sizes.remove(vocab)
+            if max(sizes) >= 64:
+                found.append(shape)
+    return found
+
+
+# --- isolation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_company_changes_no_bit(folder, dtype):
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=5, ignore_eos=True)
+    with LLM(folder, dtype=dtype, max_batch=8) as llm:
+        (alone,) = llm.generate(SHORT, params)
+        assert llm.generate([SHORT, LONG], params)[0] == alone
+        assert replace(llm.generate([LONG, SHORT], params)[1], index=0) == alone
+        crowd = llm.generate([[9 + i] * (1 + 20 * i) for i in range(7)] + [SHORT], params)
+        assert replace(crowd[-1], index=0) == alone
+        penalised = replace(params, frequency_penalty=1.5, presence_penalty=1.0, repetition_penalty=1.3)
+        pair = llm.generate([SHORT, LONG], [params, penalised])
+        assert pair[0] == alone
+        assert pair[1] != llm.generate([SHORT, LONG], params)[1]
+        short_lived = llm.generate([SHORT, LONG, LONG], [params, replace(params, max_tokens=2), params])
+        assert short_lived[0] == alone
+
+
+def test_rows_that_were_used_before_leave_nothing_behind(llm):
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, ignore_eos=True)
+    (fresh,) = llm.generate(SHORT, params)
+    llm.generate([[11] * 300] * 8, params)
+    assert [replace(out, index=0) for out in llm.generate([SHORT] * 8, params)] == [fresh] * 8
+
+
+@pytest.mark.parametrize("length", [64, 65, 511, 512, 513, 700])
+def test_a_prompt_of_several_chunks_is_read_as_one(llm, folder, length):
+    tokens = [3 + i * 31 % 257 for i in range(length)]
+    expected = np.asarray(jax.jit(lambda m, t: m(t))(load_model(folder), jnp.asarray([tokens], jnp.int32)))[0]
+    np.testing.assert_allclose(llm.logits(tokens), expected, atol=2e-4)
+    (out,) = llm.generate(tokens, SamplingParams(temperature=0, max_tokens=1, logprobs=1))
+    assert out.token_ids == (int(expected[-1].argmax()),)
+    assert out.logprobs is not None
+    best = expected[-1] - np.log(np.exp(expected[-1].astype(np.float64)).sum())
+    np.testing.assert_allclose(out.logprobs[0][out.token_ids[0]], best.max(), atol=2e-4)
+
+
+def test_special_tokens_in_a_prompt_are_tokens_like_others(llm):
+    (out,) = llm.generate([BOS, EOS, BOS, 5], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert len(out.token_ids) == 4

@@ -1,0 +1,398 @@
+"""The generate command: what goes to stdout and what to stderr, exit codes, interruption, and what importing costs."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+import novalm_jax
+from checkpoints import BOS, EOS, TOKENS, USER, chain, chain_checkpoint, cycle, encode, tiny_checkpoint
+from novalm_jax.generate import main
+
+ROOT = Path(novalm_jax.__file__).resolve().parent.parent
+# No run here takes a tenth of it: a process that hangs is ended and its test fails.
+PATIENCE = 120
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """Says "elo wé日!" after H, "ok" after the opening of an assistant's turn, and digits for ever."""
+    follows = chain("Helo wé日!", "abc", "<|assistant|>k") | cycle(encode("0123456789"))
+    folder = chain_checkpoint(tmp_path_factory.mktemp("model") / "speaker", follows, max_position_embeddings=100_000)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory) -> str:
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("random") / "model", scale=0.08))
+
+
+def run(arguments: list[str]) -> int:
+    """The command in this process; its exit code, also where the parser of options ends it."""
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "novalm_jax.generate", *arguments]
+
+
+def environment(**more: str) -> Mapping[str, str]:
+    """This process's own, cache folder included, with the package in reach wherever it is started."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **more}
+
+
+def finished(arguments: list[str], stdin: str = "", **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        arguments, input=stdin, capture_output=True, encoding="utf-8", timeout=PATIENCE, env=environment(**more)
+    )
+
+
+# --- output ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_goes_to_stdout_and_figures_to_stderr(model, capsys):
+    assert run(["--model", model, "--prompt", "H"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "elo wé日!\n"
+    assert re.fullmatch(r"12 tokens, the first after \d+\.\d\d s, [\d.]+ tokens/s after it\n", err)
+
+
+def test_several_prompts_come_in_order_with_an_empty_line_between(model, capsys, tmp_path, monkeypatch):
+    file = tmp_path / "prompt.txt"
+    file.write_text("H", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a"))
+    options = ["--prompt", "-", "--prompt", "Hel", "--prompt-file", str(file), "--max-tokens", "2"]
+    assert run(["--model", model, *options]) == 0
+    assert capsys.readouterr().out == "bc\n\no \n\nel\n"
+
+
+def test_a_prompt_file_can_be_stdin(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a"))
+    assert run(["--model", model, "--prompt-file", "-"]) == 0
+    assert capsys.readouterr().out == "bc\n"
+
+
+def test_a_chat_uses_the_template_and_answers(model, capsys):
+    chat = ["--model", model, "--prompt", "hi", "--max-tokens", "1", "--json"]
+    assert run([*chat, "--chat", "--system", "be brief"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    ids = json.loads(line)["prompt_token_ids"]
+    assert ids[0] == BOS and ids.count(BOS) == 1
+    assert ids[-1] == encode("<|assistant|>")[0]
+    position = ids.index(USER)
+    assert ids[2:position] == encode("be brief") and ids[position + 1 : -1] == encode("hi")
+
+
+def test_an_interactive_chat_is_one_conversation(model, capsys, monkeypatch):
+    seen: list[list[dict[str, str]]] = []
+    from novalm_jax.text.tokenizer import Tokenizer
+
+    encode_chat = Tokenizer.encode_chat
+
+    def spy(self, messages, **options):
+        seen.append([dict(message) for message in messages])
+        return encode_chat(self, messages, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", spy)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("first\n\n  \nsecond\n"))
+    assert run(["--model", model, "--interactive", "--chat", "--system", "S", "--max-tokens", "5"]) == 0
+    out = capsys.readouterr().out
+    assert out == "k\nk\n"
+    assert seen[1] == [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": "k"},
+        {"role": "user", "content": "second"},
+    ]
+
+
+def test_interactive_completions_stand_alone(model, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("H\na\n"))
+    assert run(["--model", model, "--interactive"]) == 0
+    assert capsys.readouterr().out == "elo wé日!\nbc\n"
+
+
+def test_json_is_one_object_a_line_and_nothing_else(model, capsys):
+    assert run(["--model", model, "--json", "--prompt", "H", "--prompt", "a", "--n", "2", "--logprobs", "1"]) == 0
+    out, err = capsys.readouterr()
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [(record["prompt"], record["index"], record["choice"]) for record in records] == [
+        ("H", 0, 0),
+        ("H", 0, 1),
+        ("a", 1, 0),
+        ("a", 1, 1),
+    ]
+    assert records[0]["text"] == "elo wé日!" and "日" in out
+    assert records[0]["token_ids"] == [*encode("elo wé日!"), EOS]
+    assert records[0]["finish_reason"] == "stop"
+    assert next(iter(records[0]["logprobs"][0])) == str(encode("e")[0])
+    assert "tokens" in err
+
+
+def test_report_comes_last_on_stderr(model, capsys):
+    assert run(["--model", model, "--prompt", "H", "--report"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "elo wé日!\n"
+    assert re.search(r"^generated tokens +12$", err, re.MULTILINE)
+    assert err.index("tokens/s") < err.index("device budget")
+
+
+def test_a_seed_repeats_the_text(random_model, capsys):
+    texts = []
+    for seed in ("3", "3", "4"):
+        arguments = ["--model", random_model, "--prompt", "x", "--seed", seed, "--max-tokens", "12", "--json"]
+        assert run([*arguments, "--ignore-eos"]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_sampling_and_engine_options_reach_the_model(model, capsys):
+    options = ["--max-tokens", "9", "--stop", "67", "--temperature", "0", "--context-length", "64", "--max-batch", "1"]
+    assert run(["--model", model, "--prompt", "0", "--dtype", "float32", "--report", *options]) == 0
+    out, err = capsys.readouterr()
+    assert out == "12345\n"
+    assert re.search(r"^context length +64$", err, re.MULTILINE)
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def _corrupt(folder: Path, model: str) -> Path:
+    shutil.copytree(model, folder)
+    (folder / "config.json").write_text('{"model_type": "llama", ', encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "MODEL"], "nothing to go on from"),
+        (["--model", "MODEL", "--prompt", "H", "--interactive"], "leave out --prompt"),
+        (["--model", "MODEL", "--prompt", "H", "--system", "S"], "add --chat"),
+        (["--model", "MODEL", "--prompt-file", "nowhere.txt"], r"--prompt-file nowhere\.txt cannot be read"),
+        (["--model", "nowhere", "--prompt", "H"], "There is no folder nowhere"),
+        (["--model", "CORRUPT", "--prompt", "H"], r"config\.json"),
+        (["--model", "MODEL", "--prompt", "H", "--device-memory", "1kB"], r"at least, and device_memory allows 1000 "),
+        (["--model", "MODEL", "--prompt", "H", "--device-memory", "lots"], "device_memory: 'lots' is not a size"),
+        (["--model", "MODEL", "--prompt", "H", "--max-batch", "0"], "max_batch"),
+        (["--model", "MODEL", "--prompt", "H", "--temperature", "-1"], "temperature: expected a number"),
+        (["--model", "MODEL", "--prompt", ""], "prompt 0 is empty"),
+        (["--model", "MODEL", "--prompt", "H", "--logit-bias", str(TOKENS), "1"], "is no token"),
+        (["--model", "MODEL", "--prompt", "H", "--context-length", "1000000"], "made for 100000 tokens"),
+    ],
+)
+def test_a_mistake_is_one_paragraph_and_exit_code_2(arguments, says, model, tmp_path, capsys):
+    corrupt = str(_corrupt(tmp_path / "corrupt", model))
+    assert run([{"MODEL": model, "CORRUPT": corrupt}.get(word, word) for word in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.search(says, " ".join(err.split()))
+    assert err.startswith("python -m novalm_jax.generate: ")
+    assert "\n\n" not in err.strip() and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--modle", "x"], ["--max-tokens", "many"], ["--dtype", "int8"], ["extra"], ["--prompt"]]
+)
+def test_an_option_that_does_not_exist_or_parse_is_exit_code_2(arguments, capsys):
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err != "" and "Traceback" not in err
+
+
+def test_debug_shows_where_a_mistake_was_found(capsys):
+    assert run(["--model", "nowhere", "--prompt", "H", "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err
+    assert "python -m novalm_jax.generate: There is no folder nowhere" in err
+
+
+def test_a_failure_while_running_is_exit_code_1(model, capsys, monkeypatch):
+    from novalm_jax.engine.executor import Executor
+
+    decode, calls = Executor.decode, []
+
+    def fail(*arguments, **options):
+        calls.append(1)
+        if len(calls) > 2:
+            raise RuntimeError("out of luck")
+        return decode(*arguments, **options)
+
+    monkeypatch.setattr(Executor, "decode", fail)
+    assert run(["--model", model, "--prompt", "H"]) == 1
+    out, err = capsys.readouterr()
+    assert out.rstrip("\n") == "elo"
+    assert "out of luck" in err and "Traceback" not in err
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_pipe_gets_the_text_and_no_progress_bar(model):
+    done = finished(command("--model", model, "--prompt", "-"), stdin="H")
+    assert (done.returncode, done.stdout) == (0, "elo wé日!\n")
+    assert re.fullmatch(r"12 tokens, the first after .*\n", done.stderr), done.stderr
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly(model):
+    words = " ".join(command("--model", model, "--prompt", "0", "--ignore-eos"))
+    done = finished(["bash", "-c", f"{words} | head -c 10; echo :${{PIPESTATUS[0]}}"])
+    assert done.stdout == "1234567890:1\n"
+    assert done.stderr == ""
+
+
+def test_ctrl_c_while_decoding_keeps_what_was_generated(model):
+    """The generation would last far longer than the test waits."""
+    process = subprocess.Popen(
+        command("--model", model, "--prompt", "0", "--ignore-eos"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        env=environment(),
+    )
+    with process:
+        assert process.stdout is not None
+        first = process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    text = (first + rest).rstrip("\n")
+    assert text == ("1234567890" * (len(text) // 10 + 1))[: len(text)]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_ctrl_c_writes_what_there_is_of_the_completion(model, capsys, monkeypatch, form):
+    from novalm_jax.engine.executor import Executor
+
+    decode, calls = Executor.decode, []
+
+    def interrupt(*arguments, **options):
+        calls.append(1)
+        if len(calls) > 2:
+            raise KeyboardInterrupt
+        return decode(*arguments, **options)
+
+    monkeypatch.setattr(Executor, "decode", interrupt)
+    assert run(["--model", model, "--prompt", "H", *(["--json"] if form == "json" else [])]) == 130
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    if form == "text":
+        assert out == "elo\n"
+    else:
+        record = json.loads(out)
+        assert (record["text"], record["finish_reason"]) == ("elo", "abort")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "novalm_jax.checkpoint.files.TensorReader.read_into",
+        "novalm_jax.engine.programs.compile_program",
+        "novalm_jax.engine.executor.Executor.prefill",
+    ],
+)
+def test_ctrl_c_before_the_first_token_is_exit_code_130(model, place):
+    """While the weights load, a program is compiled, or the prompt is read."""
+    program = f"""
+import os, pkgutil, signal, sys
+from novalm_jax.generate import main
+module, _, name = {place!r}.rpartition(".")
+holder = pkgutil.resolve_name(module)
+function = getattr(holder, name)
+def interrupted(*arguments, **options):
+    print("here", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    return function(*arguments, **options)
+setattr(holder, name, interrupted)
+sys.exit(main(["--model", {model!r}, "--prompt", "0", "--ignore-eos"]))
+"""
+    done = finished([sys.executable, "-c", program])
+    assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (130, "", "here")
+
+
+def test_help_does_no_work():
+    program = """
+import sys
+from novalm_jax.generate import main
+try:
+    main(["--help"])
+except SystemExit as end:
+    code = end.code
+heavy = {"jax", "jaxlib", "flax", "optax", "orbax", "tokenizers", "safetensors", "ml_dtypes", "jinja2"}
+print(code, sorted(heavy & set(sys.modules)), file=sys.stderr)
+"""
+    done = finished([sys.executable, "-c", program])
+    assert done.stderr == "0 []\n"
+    for option in ("--prompt-file", "--device-memory", "--max-tokens", "--no-compilation-cache", "--system"):
+        assert option in done.stdout
+
+
+def test_importing_the_package_does_no_work_either():
+    program = """
+import sys, novalm_jax
+before = {"jax", "numpy", "flax", "tokenizers"} & set(sys.modules)
+assert not before, before
+assert set(novalm_jax.__all__) <= set(dir(novalm_jax))
+novalm_jax.SamplingParams(max_tokens=3)
+assert "jax" not in sys.modules
+assert novalm_jax.LLM.__module__ == "novalm_jax.engine.llm"
+assert "jax" in sys.modules
+for name in novalm_jax.__all__:
+    getattr(novalm_jax, name)
+"""
+    done = finished([sys.executable, "-W", "error", "-c", program])
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_name_that_the_package_lacks_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'LMM'"):
+        _ = novalm_jax.LMM  # type: ignore[attr-defined]
+
+
+# --- the compilation cache -------------------------------------------------------------------------------------------
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def test_compiled_programs_are_kept_unless_told_otherwise(model, tmp_path):
+    once = command("--model", model, "--prompt", "a")
+    kept, none = tmp_path / "kept", tmp_path / "none"
+    assert finished([*once, "--no-compilation-cache"], XDG_CACHE_HOME=str(none)).stdout == "bc\n"
+    assert not none.exists()
+    assert finished(once, XDG_CACHE_HOME=str(kept)).stdout == "bc\n"
+    written = _files(kept)
+    assert len(written) > 5 and all(path.is_relative_to(kept / "novalm-jax") for path in written)
+    again = finished(once, XDG_CACHE_HOME=str(kept))
+    assert again.stdout == "bc\n"
+    programs = {path.name for path in _files(kept) if not path.name.endswith("-atime")}
+    assert programs == {path.name for path in written if not path.name.endswith("-atime")}
+
+
+def test_a_cache_that_cannot_be_written_only_warns(model, tmp_path):
+    (tmp_path / "novalm-jax").write_text("in the way", encoding="utf-8")
+    done = finished(command("--model", model, "--prompt", "a"), XDG_CACHE_HOME=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "bc\n")
+    assert f"{tmp_path / 'novalm-jax' / 'programs'} cannot be written" in done.stderr
+
+
+def test_nothing_is_logged_where_nothing_is_wrong(model, caplog, capsys):
+    with caplog.at_level(logging.WARNING, "novalm_jax"):
+        assert run(["--model", model, "--prompt", "a", "--context-length", "128"]) == 0
+    assert caplog.records == []
