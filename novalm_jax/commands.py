@@ -48,10 +48,18 @@ def run_command(
         # Whoever read the output has gone; nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except NovaError as error:
+    except Exception as error:
         if debug:
             traceback.print_exc()
-        width = max(60, min(120, os.get_terminal_size(2).columns if sys.stderr.isatty() else 120))
-        print(textwrap.fill(f"{program}: {error}", width, break_long_words=False), file=sys.stderr)
+        _explain(program, error)
         return 2 if isinstance(error, UserError) else 1
     return 0
+
+
+def _explain(program: str, error: Exception) -> None:
+    """One paragraph on stderr; for an error that nobody foresaw, with its type and how to see where it came from."""
+    text = (
+        str(error) if isinstance(error, NovaError) else f"failed: {type(error).__name__}: {error} (--debug shows where)"
+    )
+    width = max(60, min(120, os.get_terminal_size(2).columns if sys.stderr.isatty() else 120))
+    print(textwrap.fill(f"{program}: {text}", width, break_long_words=False), file=sys.stderr)

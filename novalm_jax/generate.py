@@ -108,6 +108,8 @@ def _complete(llm: LLM, options: GenerateOptions, prompts: Sequence[str | list[i
         finally:
             # Also on Ctrl-C: what there is of the completion is its result.
             text.close()
+            _write(text, clock, quiet=options.json)
+            clock.count(len(text.completion.token_ids))
             if options.json:
                 record = _record(prompts[text.completion.index], text)
                 print(json.dumps(record, ensure_ascii=False), flush=True)
@@ -122,7 +124,6 @@ def _write(text: TextIterator, clock: _Clock, *, quiet: bool) -> None:
         clock.first()
         if not quiet:
             print(piece, end="", flush=True)
-    clock.count(len(text.completion.token_ids))
 
 
 def _record(prompt: str | list[int], text: TextIterator) -> dict[str, Any]:
@@ -139,6 +140,7 @@ def _converse(llm: LLM, options: GenerateOptions) -> None:
             messages.append({"role": "user", "content": line})
         text = llm.stream(llm.tokenizer.encode_chat(messages) if options.chat else line, options.sampling)
         _write(text, clock, quiet=False)
+        clock.count(len(text.completion.token_ids))
         messages.append({"role": "assistant", "content": text.completion.text})
         print(flush=True)
         clock.tell()

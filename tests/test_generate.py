@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import novalm_jax
-from checkpoints import BOS, EOS, TOKENS, USER, chain, chain_checkpoint, cycle, encode, tiny_checkpoint
 from novalm_jax.generate import main
+from tiny_checkpoints import BOS, EOS, TOKENS, USER, chain, chain_checkpoint, cycle, encode, tiny_checkpoint
 
 ROOT = Path(novalm_jax.__file__).resolve().parent.parent
 # No run here takes a tenth of it: a process that hangs is ended and its test fails.

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import tiny_checkpoint
 from novalm_jax.models.families import FAMILIES
+from tiny_checkpoints import tiny_checkpoint
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

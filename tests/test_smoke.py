@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import novalm_jax as nova
-from checkpoints import tiny_checkpoint
+from tiny_checkpoints import tiny_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -32,5 +32,5 @@ def test_text_from_a_checkpoint(tmp_path: Path, dtype: str) -> None:
         assert len(second.token_ids) == 8
         assert "".join(llm.stream("Two", greedy)) == second.text
         logits = llm.logits(second.prompt_token_ids + second.token_ids, decode_from=len(second.prompt_token_ids))
-        assert tuple(logits[len(second.prompt_token_ids) - 1 : -1].argmax(-1).tolist()) == second.token_ids
+        assert logits[len(second.prompt_token_ids) - 1 : -1].argmax(-1).tolist() == second.token_ids
         assert llm.report().to_dict()["generated_tokens"] > 0

@@ -142,5 +142,11 @@ def _place(assignment: Assignment) -> tuple[str, int]:
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
     """A bar of bytes with their rate, on stderr when that is a terminal."""
-    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="loading", disable=None) as bar:
+    with _Bar(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="loading", disable=None) as bar:
         yield bar.update
+
+
+class _Bar(tqdm):
+    """Without tqdm's monitor, a thread that would outlive the bar."""
+
+    monitor_interval = 0

@@ -47,6 +47,33 @@ class Engine:
             self._check_open()
             self._waiting.extend(requests)
 
+    def run_until_ended(self, request: Request) -> None:
+        """Steps until `request` has ended.
+
+        Raises:
+          EngineError: a step failed and took the request with it, or the engine is closed.
+        """
+        while not request.ended:
+            self.step_for(request)
+
+    def step_for(self, request: Request) -> None:
+        """A step on behalf of `request`, which a step that fails with other requests does not concern.
+
+        Raises:
+          EngineError: as `run_until_ended`.
+        """
+        try:
+            self.step()
+        except EngineError:
+            if self._closed or request.ended:
+                raise
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """Ends those that still run; their rows are free from the next step on."""
+        with self._lock:
+            for request in requests:
+                request.finish("abort")
+
     def step(self) -> None:
         """One iteration. What fails in it ends every running request.
 
@@ -106,7 +133,7 @@ class Engine:
     def _admit(self) -> None:
         while self._waiting and self._free_rows:
             request = self._waiting.popleft()
-            if request.finish_reason is not None:
+            if request.finish_reason is not None or request.dropped:
                 continue
             request.row = self._free_rows.pop()
             self._running.append(request)
@@ -146,6 +173,9 @@ class Engine:
 
     def _release(self) -> None:
         """Gives back the rows of requests that ended."""
+        for request in self._running:
+            if request.dropped:
+                request.finish("abort")
         for request in [request for request in self._running if request.finish_reason is not None]:
             self._running.remove(request)
             self._free_rows.append(_row(request))

@@ -106,10 +106,9 @@ class LLM:
         self._engine.submit(requests)
         try:
             for request in requests:
-                while not _ended(request):
-                    self._engine.step()
+                self._engine.run_until_ended(request)
         finally:
-            _abandon(requests)
+            self._engine.abort(requests)
         return [request.completion() for request in requests]
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> TextIterator:
@@ -200,6 +199,7 @@ class LLM:
             kernels={"experts": "xla", "attention": "xla"},
             device_table=dict(placement.plan.parts),
             ignored_tensors=self._checkpoint.weights.ignored,
+            sampling_defaults=self._defaults.sampling(),
         )
 
     def close(self) -> None:
@@ -301,9 +301,9 @@ class TextIterator(Iterator[str]):
                 self._given += 1
                 if piece:
                     return piece
-            if _ended(self._request):
+            if self._request.ended:
                 raise StopIteration
-            self._engine.step()
+            self._engine.step_for(self._request)
 
     @property
     def completion(self) -> Completion:
@@ -314,22 +314,10 @@ class TextIterator(Iterator[str]):
 
     def close(self) -> None:
         """Ends the request where it is."""
-        _abandon([self._request])
+        self._engine.abort([self._request])
 
     def __del__(self) -> None:
-        self.close()
-
-
-def _ended(request: Request) -> bool:
-    if request.error is not None:
-        raise EngineError(f"The request was lost when a step failed: {request.error}") from request.error
-    return request.finish_reason is not None
-
-
-def _abandon(requests: Sequence[Request]) -> None:
-    """Ends requests that still run; the engine lets go of them in its next step."""
-    for request in requests:
-        request.finish("abort")
+        self._request.dropped = True
 
 
 def _engine_options(options: Mapping[str, Any]) -> EngineOptions:

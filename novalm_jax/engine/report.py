@@ -43,6 +43,7 @@ class Report:
     kernels: dict[str, str] = field(default_factory=dict)
     device_table: dict[str, int] = field(default_factory=dict)
     ignored_tensors: tuple[str, ...] = ()
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """All figures by name, ready for JSON."""
@@ -66,8 +67,8 @@ class Report:
         for name, value in self.to_dict().items():
             if name == "device_table":
                 flat += [(f"device: {part}_bytes", size) for part, size in value.items()]
-            elif name == "kernels":
-                flat += [(f"kernel: {operation}", kernel) for operation, kernel in value.items()]
+            elif name in ("kernels", "sampling_defaults"):
+                flat += [(f"{name.removesuffix('s').replace('_', ' ')}: {key}", item) for key, item in value.items()]
             else:
                 flat.append((name, value))
         return flat

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from novalm_jax.engine.sampling import ResolvedSampling
+from novalm_jax.errors import EngineError
 from novalm_jax.text.detokenizer import TextStream
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -28,8 +29,8 @@ class Completion:
     """
 
     text: str
-    token_ids: tuple[int, ...]
-    prompt_token_ids: tuple[int, ...]
+    token_ids: list[int]
+    prompt_token_ids: list[int]
     index: int
     choice: int
     finish_reason: FinishReason
@@ -53,11 +54,24 @@ class Request:
     pieces: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: Exception | None = None
+    dropped: bool = False
+    """Nobody waits for it any more; may be set at any time, from any thread."""
 
     @property
     def length(self) -> int:
         """Tokens of prompt and output so far."""
         return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has run to its end.
+
+        Raises:
+          EngineError: a step failed and took it along.
+        """
+        if self.error is not None:
+            raise EngineError(f"A step failed, and this request is lost with it: {self.error}") from self.error
+        return self.finish_reason is not None
 
     def accept(self, token: int, logprobs: dict[int, float] | None) -> None:
         """Takes the next token, and ends where it, the text, or the number of tokens says so."""
@@ -87,8 +101,8 @@ class Request:
         assert self.finish_reason is not None
         return Completion(
             text="".join(self.pieces),
-            token_ids=tuple(self.token_ids),
-            prompt_token_ids=tuple(self.prompt_ids),
+            token_ids=list(self.token_ids),
+            prompt_token_ids=list(self.prompt_ids),
             index=self.index,
             choice=self.choice,
             finish_reason=self.finish_reason,

@@ -64,6 +64,11 @@ class GenerationConfig:
             numbers["temperature"] = 1.0
         return cls(eos_token_ids=eos or (), bos_token_id=bos, top_k=top_k, **numbers)
 
+    def sampling(self) -> dict[str, float]:
+        """The sampling values that the checkpoint gives, by name."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
 
 def _ids(data: Mapping[str, Any], field: str, path: Path) -> tuple[int, ...] | None:
     value = data.get(field)

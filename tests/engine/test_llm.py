@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints import (
+from novalm_jax import LLM, Completion, SamplingParams, load_model
+from novalm_jax.errors import CheckpointError, EngineError, RequestError
+from tiny_checkpoints import (
     ASSISTANT,
     BOS,
     EOS,
@@ -30,8 +32,6 @@ from checkpoints import (
     write_json,
     write_tokenizer,
 )
-from novalm_jax import LLM, Completion, SamplingParams, load_model
-from novalm_jax.errors import CheckpointError, EngineError, RequestError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -134,8 +134,8 @@ def test_a_completion_says_what_happened(speaker):
     assert speaker.generate("H") == [
         Completion(
             text="elo wé日!",
-            token_ids=(*encode("elo wé日!"), EOS),
-            prompt_token_ids=tuple(encode("H")),
+            token_ids=[*encode("elo wé日!"), EOS],
+            prompt_token_ids=encode("H"),
             index=0,
             choice=0,
             finish_reason="stop",
@@ -143,7 +143,7 @@ def test_a_completion_says_what_happened(speaker):
         )
     ]
     (out,) = speaker.generate(encode("H"), SamplingParams(max_tokens=3))
-    assert (out.text, out.token_ids, out.finish_reason) == ("elo", tuple(encode("elo")), "length")
+    assert (out.text, out.token_ids, out.finish_reason) == ("elo", encode("elo"), "length")
     json.dumps(asdict(out))
 
 
@@ -177,7 +177,7 @@ def test_a_prompt_has_as_many_first_tokens_as_it_should(tmp_path, add_bos, templ
         (given,) = llm.generate("<s>hi", GREEDY)
         (chat,) = llm.chat(message, GREEDY)
         if add_bos:
-            assert llm.generate("", GREEDY)[0].prompt_token_ids == (BOS,)
+            assert llm.generate("", GREEDY)[0].prompt_token_ids == [BOS]
     assert raw.prompt_token_ids.count(BOS) == add_bos
     assert given.prompt_token_ids.count(BOS) == 1
     assert chat.prompt_token_ids.count(BOS) == (template is None)

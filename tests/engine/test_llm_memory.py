@@ -15,10 +15,10 @@ import numpy as np
 import psutil
 import pytest
 
-from checkpoints import tiny_checkpoint
 from novalm_jax import LLM, SamplingParams, load_model
 from novalm_jax.checkpoint.files import TensorReader, list_tensors
 from novalm_jax.errors import BudgetError, CheckpointError, EngineError, OptionError, RequestError
+from tiny_checkpoints import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 

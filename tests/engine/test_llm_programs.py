@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints import BOS, EOS, TOKENS, tiny_checkpoint
 from novalm_jax import LLM, SamplingParams, load_model
 from novalm_jax.checkpoint.load import abstract_model
 from novalm_jax.engine.programs import Programs, Shapes
 from novalm_jax.models.families import find_family
+from tiny_checkpoints import BOS, EOS, TOKENS, tiny_checkpoint
 
 SHORT = [5, 77, 3]
 LONG = [7 + i * 13 % 250 for i in range(50)]
@@ -174,7 +174,7 @@ def test_a_prompt_of_several_chunks_is_read_as_one(llm, folder, length):
     expected = np.asarray(jax.jit(lambda m, t: m(t))(load_model(folder), jnp.asarray([tokens], jnp.int32)))[0]
     np.testing.assert_allclose(llm.logits(tokens), expected, atol=2e-4)
     (out,) = llm.generate(tokens, SamplingParams(temperature=0, max_tokens=1, logprobs=1))
-    assert out.token_ids == (int(expected[-1].argmax()),)
+    assert out.token_ids == [int(expected[-1].argmax())]
     assert out.logprobs is not None
     best = expected[-1] - np.log(np.exp(expected[-1].astype(np.float64)).sum())
     np.testing.assert_allclose(out.logprobs[0][out.token_ids[0]], best.max(), atol=2e-4)
