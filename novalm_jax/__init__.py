@@ -32,13 +32,13 @@ _HOMES = {
     "Completion": "engine.request",
     "EngineOptions": "options",
     "SamplingParams": "options",
-    **dict.fromkeys(
-        (
-            *("NovaError", "BudgetError", "CheckpointError", "ConfigError", "EngineError", "OptionError"),
-            "RequestError",
-        ),
-        "errors",
-    ),
+    "NovaError": "errors",
+    "BudgetError": "errors",
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "EngineError": "errors",
+    "OptionError": "errors",
+    "RequestError": "errors",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+import tyro
+
 from novalm_jax.errors import NovaError, UserError
 
 
@@ -33,8 +35,6 @@ def run_command(
 
     Errors of this package become one paragraph on stderr; --debug shows where they came from.
     """
-    import tyro
-
     logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.WARNING)
     debug = "--debug" in (sys.argv[1:] if arguments is None else arguments)
     try:

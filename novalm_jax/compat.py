@@ -99,7 +99,7 @@ def compilation_cache_folder() -> Path:
 
 
 def device_bytes(device: jax.Device) -> int | None:
-    """Memory of an accelerator, in bytes, as its allocator sees it; None where the device is the CPU."""
+    """Memory of an accelerator, in bytes, as its allocator sees it; None for a CPU, and where nothing says it."""
     if device.platform == "cpu":
         return None
     stats = device.memory_stats() or {}

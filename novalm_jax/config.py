@@ -15,7 +15,6 @@ from novalm_jax.errors import ConfigError
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 QKNorm = Literal["none", "head", "all"]
 SoftmaxOrder = Literal["before", "after"]
-WindowRule = Literal["all", "from", "even_before"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,8 @@ class RopeConfig:
 
     `linear` divides positions by `factor`; `dynamic` is NTK scaling by the current length; `llama3` divides only low
     frequencies (Llama 3.1 model card); `yarn` ramps between both (arXiv:2309.00071) and scales cos and sin by
-    `attention_factor`. `original_context` is the context, in tokens, that the model was first trained on.
+    `attention_factor`, its ramp ending at whole dimensions where `truncate` is set. `original_context` is the context,
+    in tokens, that the model was first trained on.
     """
 
     theta: float

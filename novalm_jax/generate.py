@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _generate(options: GenerateOptions) -> None:
     prompts = _prompts(options)
+    # Only now, so that --help and mistakes in the options are answered before JAX is loaded.
     from novalm_jax.engine.llm import LLM
 
     with LLM(options.model, **asdict(options.engine)) as llm:
@@ -72,7 +73,7 @@ def _prompts(options: GenerateOptions) -> list[str]:
     """All prompts, those of files after those given.
 
     Raises:
-      OptionError: none, or a file that cannot be read.
+      OptionError: none, a file that cannot be read, or options that contradict each other.
     """
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in options.prompt]
     for path in options.prompt_file:

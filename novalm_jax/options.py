@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 from novalm_jax.errors import OptionError, RequestError
 
@@ -130,8 +130,7 @@ class EngineOptions:
     """Keep compiled programs in the user's cache folder, for a quick next start."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bfloat16"):
-            raise OptionError(f"dtype: {self.dtype!r} is not one of float32, bfloat16.")
+        check_dtype(self.dtype)
         _at_least("max_batch", self.max_batch, 1)
         context = self.context_length
         if isinstance(context, str) and context != "auto":
@@ -145,6 +144,16 @@ class EngineOptions:
     def names(cls) -> tuple[str, ...]:
         """The names of all options, in order."""
         return tuple(field.name for field in fields(cls))
+
+
+def check_dtype(dtype: str) -> None:
+    """Refuses a dtype that models are not computed in.
+
+    Raises:
+      OptionError: not one of `Dtype`.
+    """
+    if dtype not in get_args(Dtype):
+        raise OptionError(f"dtype: {dtype!r} is not one of {', '.join(get_args(Dtype))}.")
 
 
 def _at_least(name: str, value: object, least: int) -> None:

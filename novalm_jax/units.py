@@ -44,8 +44,8 @@ def parse_size(size: int | str, *, total: int | None = None, name: str = "size")
 def format_size(size: int) -> str:
     """A size for people, in binary units: `format_size(3 * 2**29)` is "1.50 GiB"."""
     amount = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(amount) < 1024 or unit == "TiB":
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(amount) < 1024:
             return f"{size} B" if unit == "B" else f"{amount:.2f} {unit}"
         amount /= 1024
-    raise AssertionError("unreachable")
+    return f"{amount:.2f} TiB"

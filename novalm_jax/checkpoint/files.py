@@ -21,14 +21,11 @@ from novalm_jax.checkpoint.header import (
     load_object,
     open_file,
     read_header,
-    read_json,
     reason_of,
     some,
     unreadable,
 )
 from novalm_jax.errors import CheckpointError
-
-__all__ = ["INDEX", "SINGLE", "StoredTensor", "TensorReader", "list_tensors", "read_json"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -1,4 +1,8 @@
-"""A checkpoint folder -> a resident model. Memory while loading: the final size and one tensor."""
+"""A checkpoint folder -> a resident model. Memory while loading: the final size and one tensor.
+
+Knows parameters by their paths and the bytes that fill them. Refuses to know families' names for tensors, budgets, and
+where arrays are to live: callers say that.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +18,24 @@ from flax import nnx
 from tqdm import tqdm
 
 from novalm_jax.checkpoint.dtypes import numpy_dtype, to_dtype
-from novalm_jax.checkpoint.files import TensorReader, list_tensors, read_json
+from novalm_jax.checkpoint.files import TensorReader, list_tensors
+from novalm_jax.checkpoint.header import read_json
 from novalm_jax.checkpoint.mapping import Assignment, WeightMap, map_weights
 from novalm_jax.config import ModelConfig
-from novalm_jax.errors import OptionError
+from novalm_jax.errors import ConfigError
 from novalm_jax.models.decoder import Decoder
 from novalm_jax.models.families import find_family
 from novalm_jax.models.params import parameters_of
+from novalm_jax.options import check_dtype
 
 Shardings = Callable[[Decoder], Mapping[str, jax.sharding.Sharding]]
 """Where parameters go, by path, given the model with shapes in place of arrays."""
 
 Put = Callable[[str, np.ndarray], jax.Array]
 """Takes a parameter, by its path, from host memory to where it is to live. The buffer is not used again."""
+
+Advance = Callable[[int], object]
+"""Hears of every count of bytes that were read."""
 
 _ALIGNMENT = 64
 """XLA's CPU backend takes over a numpy buffer with this alignment instead of copying it."""
@@ -58,13 +66,20 @@ class Checkpoint:
         folder = Path(folder)
         stored = list_tensors(folder)
         raw = read_json(folder / "config.json")
-        family = find_family(raw)
-        config = family.read_config(raw)
+        try:
+            family = find_family(raw)
+            config = family.read_config(raw)
+        except ConfigError as error:
+            raise ConfigError(f"{folder}: {error}") from None
         shapes = {path: param.shape for path, param in parameters_of(abstract_model(config)).items()}
         return cls(folder, config, map_weights(family, shapes, stored))
 
     def load(self, dtype: str, put: Put) -> Decoder:
-        """The model with its weights, each rounded once to `dtype` and given to `put`."""
+        """The model with its weights, each rounded once to `dtype` ("float32" or "bfloat16") and given to `put`.
+
+        Raises:
+          CheckpointError: a file went away, ends too early or cannot be read.
+        """
         model = abstract_model(self.config, dtype)
         parameters = parameters_of(model)
         with TensorReader() as reader, _progress(self.weights.nbytes) as advance:
@@ -92,8 +107,7 @@ def load_model(path: str | Path, dtype: str = "float32", shardings: Shardings | 
       CheckpointError, ConfigError: the folder cannot be loaded; the message lists everything that is wrong.
       OptionError: another dtype.
     """
-    if dtype not in ("float32", "bfloat16"):
-        raise OptionError(f"dtype: {dtype!r} is not one of float32, bfloat16.")
+    check_dtype(dtype)
     checkpoint = Checkpoint.open(path)
     where = shardings(abstract_model(checkpoint.config)) if shardings else {}
     return checkpoint.load(dtype, lambda name, buffer: jax.device_put(buffer, where.get(name)))
@@ -105,9 +119,13 @@ def abstract_model(config: ModelConfig, dtype: str = "float32") -> Decoder:
 
 
 def read_parameter(
-    reader: TensorReader, assignment: Assignment, dtype: np.dtype, advance: Any = lambda count: None
+    reader: TensorReader, assignment: Assignment, dtype: np.dtype, advance: Advance = lambda count: None
 ) -> np.ndarray:
-    """One parameter, piece by piece, rounded to `dtype`. `advance` hears of every count of bytes read."""
+    """One parameter of shape `assignment.shape`, read piece by piece and rounded to `dtype`, bfloat16 or float32.
+
+    Raises:
+      CheckpointError: a file went away, ends too early or cannot be read.
+    """
     whole = _aligned(assignment.shape, dtype)
     for piece in assignment.pieces:
         out = whole if piece.row is None else whole[piece.row]
@@ -140,7 +158,7 @@ def _place(assignment: Assignment) -> tuple[str, int]:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Any]:
+def _progress(total: int) -> Iterator[Advance]:
     """A bar of bytes with their rate, on stderr when that is a terminal."""
     with _Bar(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="loading", disable=None) as bar:
         yield bar.update

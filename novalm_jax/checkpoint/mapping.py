@@ -1,14 +1,14 @@
 """Which stored bytes fill which parameter. Decided from names and shapes alone, before any memory is taken.
 
 Strict both ways: every parameter is filled exactly once, every stored tensor is read or known to be needless. All
-that does not fit is collected and said at once.
+that does not fit is collected and said at once. Knows the tables of families; reads no file and makes no array.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -76,7 +76,7 @@ def map_weights(family: Family, shapes: Mapping[str, Shape], stored: Mapping[str
     used: set[str] = set()
     assignments = []
     for path, shape in shapes.items():
-        layouts = [_pieces(source, path, shape) for source in _sources(family, path)]
+        layouts = [_wanted(source, shape) for source in _sources(family, path)]
         present = [layout for layout in layouts if any(want.name in stored for want in layout)]
         if len(present) > 1:
             problems.doubled += [f"{path}, as {layout[0].name} and so on" for layout in present]
@@ -105,16 +105,14 @@ class _Want:
 
 
 def _sources(family: Family, path: str) -> Sequence[Source]:
+    """The ways in which this parameter may be stored, with the number of its layer filled in."""
     layer = re.search(r"\.(\d+)\.", path)
     number = layer.group(1) if layer else ""
     pattern = path.replace(f".{number}.", ".{l}.", 1) if layer else path
-    return [
-        type(source)(**{**vars(source), "name": source.name.replace("{l}", number)})
-        for source in family.tensors[pattern]
-    ]
+    return [replace(source, name=source.name.replace("{l}", number)) for source in family.tensors[pattern]]
 
 
-def _pieces(source: Source, path: str, shape: Shape) -> list[_Want]:
+def _wanted(source: Source, shape: Shape) -> list[_Want]:
     """What has to be stored for this parameter, if it is stored in this way."""
     if isinstance(source, PerExpert):
         names = (source.name.replace("{e}", str(e)) for e in range(shape[0]))
@@ -139,8 +137,10 @@ def _checked(want: _Want, stored: Mapping[str, StoredTensor], problems: _Problem
 
 
 def _needless(family: Family, name: str, *, tied: bool) -> bool:
-    patterns: Iterable[str] = (*family.ignored_tensors, r"lm_head\.weight") if tied else family.ignored_tensors
-    return any(re.fullmatch(pattern, name) for pattern in patterns)
+    """Whether no parameter needs this tensor; with tied embeddings that is also the head, stored once more."""
+    if tied and any(name == source.name for source in family.tensors["head.weight"]):
+        return True
+    return any(re.fullmatch(pattern, name) for pattern in family.ignored_tensors)
 
 
 class _Problems:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,12 +21,15 @@ from novalm_jax.engine.sampler import Sampler
 from novalm_jax.engine.sampling import greedy_suffices
 from novalm_jax.errors import EngineError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 class Engine:
-    """Runs requests on an executor, many at a time."""
+    """Runs requests on an executor, many at a time.
+
+    Attributes:
+      prompt_tokens: tokens of prompts that were prefilled.
+      generated_tokens: tokens that were chosen.
+      compute_seconds: time spent in prefill, decode and sampling.
+    """
 
     def __init__(self, executor: Executor, sampler: Sampler):
         self._executor = executor
@@ -42,7 +44,11 @@ class Engine:
         self.compute_seconds = 0.0
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests; `step` runs them."""
+        """Queues requests; `step` runs them.
+
+        Raises:
+          EngineError: the engine is closed.
+        """
         with self._lock:
             self._check_open()
             self._waiting.extend(requests)

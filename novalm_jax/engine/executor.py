@@ -15,11 +15,11 @@ import numpy as np
 
 from novalm_jax.engine.programs import (
     HEAD_BLOCK,
-    Chunk,
     Decoded,
+    DecodeStep,
     ModelWeights,
+    PrefillChunk,
     Programs,
-    Rows,
     Structure,
     decode_rows,
     prefill_rows,
@@ -29,9 +29,13 @@ from novalm_jax.models.decoder import Decoder, Routed
 
 
 class Executor:
-    """A resident model with a cache for `shapes.rows` sequences.
+    """A resident model with a cache for `programs.shapes.rows` sequences.
 
     `model` is given away: its experts are in storage form (`put_stored`), and its arrays are freed by `close`.
+
+    Attributes:
+      rows: sequences that the cache has room for.
+      launches: programs that were run.
     """
 
     def __init__(self, model: Decoder, programs: Programs):
@@ -41,7 +45,6 @@ class Executor:
         self._caches = list(programs.new_caches())
         shapes = programs.shapes
         self.rows = shapes.rows
-        self.capacity = shapes.capacity
         self._prefill_rows = prefill_rows(shapes.capacity)
         self._decode_rows = decode_rows(shapes.rows)
         self.launches = 0
@@ -78,7 +81,7 @@ class Executor:
         def padded(values: Sequence[int], idle: int) -> np.ndarray:
             return np.array([*values, *[idle] * (bucket - len(values))], np.int32)
 
-        step = Rows(padded(tokens, 0), padded(rows, self.rows), padded(positions, -1), padded(known, 0))
+        step = DecodeStep(padded(tokens, 0), padded(rows, self.rows), padded(positions, -1), padded(known, 0))
         with self._caches_in_use():
             decoded, caches = self._run(self._programs.decode(bucket), self._weights, tuple(self._caches), step)
             self._caches = list(caches)
@@ -96,7 +99,7 @@ class Executor:
         for begin in range(0, len(tokens), largest):
             part = np.asarray(tokens[begin : begin + largest], np.int32)
             bucket = next(size for size in self._prefill_rows if size >= len(part))
-            chunk = Chunk(np.int32(row), np.int32(begin), np.int32(len(part)), np.int32(known))
+            chunk = PrefillChunk(np.int32(row), np.int32(begin), np.int32(len(part)), np.int32(known))
             padded = np.pad(part, (0, bucket - len(part)))
             x = self._run(self._programs.embed(bucket), self._weights.outer, padded)
             with self._caches_in_use():
@@ -104,7 +107,7 @@ class Executor:
                     x = self._prefill_layer(i, x, chunk, bucket)
             yield x, len(part), bucket
 
-    def _prefill_layer(self, i: int, x: jax.Array, chunk: Chunk, bucket: int) -> jax.Array:
+    def _prefill_layer(self, i: int, x: jax.Array, chunk: PrefillChunk, bucket: int) -> jax.Array:
         config, weights = self._layers[i], self._weights.layers[i]
         attend = self._programs.attend(config, bucket)
         routed, self._caches[i] = self._run(attend, weights.dense, self._caches[i], x, chunk)

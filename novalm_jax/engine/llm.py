@@ -37,7 +37,12 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """A language model that generates text. Also a context manager: leaving it frees the device's memory."""
+    """A language model that generates text. Also a context manager: leaving it frees the device's memory.
+
+    Attributes:
+      options: the `EngineOptions` it was made with.
+      config: the `ModelConfig` of its checkpoint.
+    """
 
     def __init__(self, model: str | Path | None = None, **options: Any):
         """Loads a checkpoint.
@@ -100,7 +105,9 @@ class LLM:
 
         Raises:
           RequestError: a prompt or its sampling cannot be served; nothing has run then.
-          EngineError: the run failed.
+          CheckpointError: a prompt is a text, and the checkpoint has no tokenizer.
+          ConfigError: a default of the checkpoint is needed, and cannot be used.
+          EngineError: the run failed, or the LLM is closed.
         """
         requests = self._requests(prompts, sampling)
         self._engine.submit(requests)
@@ -117,7 +124,8 @@ class LLM:
         Closing the iterator, or dropping it, ends the request. Its `completion` is there once it is exhausted.
 
         Raises:
-          RequestError: as `generate`, and where n is not 1.
+          RequestError: also where n is not 1; else as `generate`. Reading the iterator raises EngineError where a step
+            fails.
         """
         if sampling is not None and sampling.n != 1:
             raise RequestError(f"n: a stream is one completion, and {sampling.n} are asked for; use streams().")
@@ -126,7 +134,11 @@ class LLM:
     def streams(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[TextIterator]:
-        """As `stream` for every completion that `generate` would give; reading one moves all of them on."""
+        """As `stream` for every completion that `generate` would give; reading one moves all of them on.
+
+        Raises:
+          RequestError, CheckpointError, ConfigError, EngineError: as `generate`.
+        """
         requests = self._requests(prompts, sampling)
         self._engine.submit(requests)
         return [TextIterator(self._engine, request) for request in requests]
@@ -149,8 +161,12 @@ class LLM:
           chat_template: the name of one of the checkpoint's templates, or a template; None for its default.
           variables: further variables of the template.
 
+        Returns:
+          Completions, as `generate`: the answers of a conversation side by side.
+
         Raises:
           RequestError: also where there is no template, or the template refuses the messages.
+          CheckpointError, ConfigError, EngineError: as `generate`.
         """
         single = not messages or isinstance(messages[0], Mapping)
         prompts = [
@@ -167,6 +183,7 @@ class LLM:
 
         Raises:
           RequestError: no tokens, too many, ids outside the vocabulary, or `decode_from` not in 1 to t.
+          EngineError: the LLM is closed.
         """
         ids = self._checked_ids(token_ids, "token_ids", most=self.context_length)
         first = len(ids) if decode_from is None else decode_from
@@ -238,7 +255,8 @@ class LLM:
         if strange:
             raise RequestError(f"logit_bias: {strange[0]} is no token; the model's go from 0 to {vocab - 1}.")
         ends = frozenset(() if params.ignore_eos else self._end_ids()) | frozenset(params.stop_token_ids)
-        sampling = resolve(params, self._defaults, fresh_seed=int.from_bytes(os.urandom(8), "little", signed=True))
+        fresh_seed = int.from_bytes(os.urandom(8), "little", signed=True)
+        sampling = resolve(params, self._defaults.sampling(), fresh_seed=fresh_seed)
         for choice in range(params.n):
             request = Request(
                 prompt_ids=prompt_ids,
@@ -307,7 +325,11 @@ class TextIterator(Iterator[str]):
 
     @property
     def completion(self) -> Completion:
-        """The outcome, once the text has ended or the iterator is closed."""
+        """The outcome, once the text has ended or the iterator is closed.
+
+        Raises:
+          EngineError: not yet.
+        """
         if self._request.finish_reason is None:
             raise EngineError("The completion is not finished; read its text to the end, or close the stream, first.")
         return self._request.completion()

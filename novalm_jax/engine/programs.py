@@ -120,7 +120,7 @@ def _leaves(module: nnx.Module) -> Leaves:
     return tuple(jax.tree.leaves(nnx.state(module)))
 
 
-class Chunk(NamedTuple):
+class PrefillChunk(NamedTuple):
     """Where a prefill chunk goes, int32 scalars: its row, the position of its first token, how many of its tokens are
     not padding, and how many tokens of the sequence are known."""
 
@@ -130,7 +130,7 @@ class Chunk(NamedTuple):
     known: Ints
 
 
-class Rows(NamedTuple):
+class DecodeStep(NamedTuple):
     """The sequences of a decode step, int32 `[b]` each. An idle row has the row past the last and position -1.
 
     `known` is how many tokens of each sequence are known, at least its position + 1.
@@ -169,7 +169,7 @@ class Functions:
         return self._structure.outer(outer).logits(lax.dynamic_slice_in_dim(x[0], start, HEAD_BLOCK))
 
     def attend(
-        self, config: LayerConfig, dense: Leaves, cache: LayerCache, x: jax.Array, chunk: Chunk
+        self, config: LayerConfig, dense: Leaves, cache: LayerCache, x: jax.Array, chunk: PrefillChunk
     ) -> tuple[Routed | jax.Array, LayerCache]:
         """A prefill chunk `x [1, t, d]` up to the router split; through the whole layer where it is dense."""
         offsets = jnp.arange(x.shape[1], dtype=jnp.int32)
@@ -185,7 +185,7 @@ class Functions:
         return self._structure.layer(config, dense).combine(routed, products)
 
     def decode(
-        self, weights: ModelWeights, caches: tuple[LayerCache, ...], step: Rows
+        self, weights: ModelWeights, caches: tuple[LayerCache, ...], step: DecodeStep
     ) -> tuple[Decoded, tuple[LayerCache, ...]]:
         """One token for each row, through the whole model."""
         outer = self._structure.outer(weights.outer)
@@ -197,7 +197,7 @@ class Functions:
         return _decoded(outer.logits(x[:, 0])), tuple(after)
 
     def decode_layer(
-        self, config: LayerConfig, weights: LayerWeights, cache: LayerCache, x: jax.Array, step: Rows
+        self, config: LayerConfig, weights: LayerWeights, cache: LayerCache, x: jax.Array, step: DecodeStep
     ) -> tuple[jax.Array, LayerCache]:
         """One layer of a decode step, `x [b, 1, d]`, with barriers at the router split."""
         place = Place(step.positions[:, None], step.known)
@@ -257,7 +257,7 @@ class Programs:
         return self._get(("head_of_block", tokens), self._functions.head_of_block, (self._weights.outer,), live)
 
     def attend(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
-        """(dense, cache, x, `Chunk`) -> (`Routed` or x, cache); the cache is donated."""
+        """(dense, cache, x, `PrefillChunk`) -> (`Routed` or x, cache); the cache is donated."""
         held, live = self._attend_arguments(config, tokens)
         return self._get(("attend", config, tokens), partial(self._functions.attend, config), held, live, donate=(1,))
 
@@ -270,8 +270,8 @@ class Programs:
         return self._get(("experts", config, tokens), function, (weights.dense, weights.experts), (routed,))
 
     def decode(self, rows: int) -> jax.stages.Compiled:
-        """(`ModelWeights`, caches, `Rows`) -> (`Decoded`, caches); the caches are donated."""
-        live = (Rows(*[_ints(rows)] * 4),)
+        """(`ModelWeights`, caches, `DecodeStep`) -> (`Decoded`, caches); the caches are donated."""
+        live = (DecodeStep(*[_ints(rows)] * 4),)
         return self._get(("decode", rows), self._functions.decode, (self._weights, self._caches), live, donate=(1,))
 
     def workspace_bytes(self) -> int:
@@ -322,7 +322,7 @@ class Programs:
 
     def _attend_arguments(self, config: LayerConfig, tokens: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         index = self._config.layers.index(config)
-        chunk = Chunk(*[_ints()] * 4)
+        chunk = PrefillChunk(*[_ints()] * 4)
         return (self._layer_weights(config).dense, self._caches[index]), (self._hidden(tokens), chunk)
 
     def _layer_weights(self, config: LayerConfig) -> LayerWeights:

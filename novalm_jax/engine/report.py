@@ -1,4 +1,7 @@
-"""What a run did and what it holds, in figures: nothing that matters is left unsaid."""
+"""What a run did and what it holds, in figures: nothing that matters is left unsaid.
+
+Knows names, figures and how people read them. Counts nothing itself.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from typing import Any
 from novalm_jax.units import format_size
 
 
-@dataclass
+@dataclass(frozen=True)
 class Report:
     """Counters of one `LLM` since it started. Sizes are bytes, times seconds.
 
-    `hits` and `misses` are of experts on the device; `stall_seconds` is time that computing waited for experts.
+    `device_peak_bytes` is the planned peak, whose parts are `device_table`. Hits and misses are of experts on the
+    device; `stall_seconds` is time that computing waited for experts. `compute_seconds` is the time of steps,
+    `load_seconds` that of everything before the first one, `launches` counts compiled programs that were run.
     """
 
     device_budget_bytes: int = 0

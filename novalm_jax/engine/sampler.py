@@ -1,9 +1,9 @@
 """Chooses the next token of every row from its logits.
 
-Pure functions over per-row arrays: no shape and no program depends on what a request asks for, so that one compiled
-program serves every mix of requests. It knows token ids and numbers; text, stop conditions, slots' owners and the model
-are other files' matter. `Sampler` holds the arrays of one engine and compiles the
-functions.
+Pure functions over the arrays of `sampler_state`: no shape and no program depends on what a request asks for, so that
+one compiled program serves every mix of requests. Knows token ids and numbers; refuses to know text, stop conditions,
+who owns which row, and the model. `Sampler` holds the arrays of one engine and compiles the functions; one thread at a
+time may call it.
 
 Order of operations, per row, in float32 (the filters in the order of transformers):
 
@@ -15,7 +15,7 @@ Order of operations, per row, in float32 (the filters in the order of transforme
 5. top_k (tokens that tie with the k-th are kept), then top_p among what is left (the smallest set of most likely tokens
    that holds the probability; of equal ones the lowest ids), then min_p (relative to the most likely token);
 6. draw by the Gumbel maximum, with noise from the row's key and the number of tokens the row has generated. A seed
-   gives the same tokens alone, in company, in any slot and after a restart from `row_of(..., output_ids=...)`.
+   gives the same tokens alone, in company, in any row and after a restart from `row_of(..., output_ids=...)`.
 
 Rows go through one loop body, one at a time: batching them into wider operations would let the number of rows change
 how sums are rounded.
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,117 +34,17 @@ from jax import Array, lax
 from jax.extend.random import threefry_2x32
 
 from novalm_jax.compat import compile_program
-from novalm_jax.engine.sampling import LARGEST, SMALLEST, ResolvedSampling, as_float32
-from novalm_jax.errors import RequestError
+from novalm_jax.engine.sampler_state import WIDE, SamplerState, admit, init_state, row_of
+from novalm_jax.engine.sampling import LARGEST, ResolvedSampling
 from novalm_jax.options import MAX_LOGPROBS
 
 _INFINITY_BITS = 0x7F800000
-_MOST = 2**31 - 1
 _HEAD = 256
 """How many of the most likely tokens are looked at before the whole vocabulary is."""
 
 
-def row_of(
-    params: ResolvedSampling,
-    prompt_ids: Sequence[int],
-    end_ids: Sequence[int],
-    vocab: int,
-    output_ids: Sequence[int] = (),
-) -> SamplerRow:
-    """One row's state, numpy arrays without the leading axis, on the host.
-
-    Args:
-      params: what `sampling.resolve` made; its `seed` is this completion's own (`choice_seed`).
-      prompt_ids: the prompt, without what was generated.
-      end_ids: tokens ruled out while fewer than `min_tokens` are generated; those outside the vocabulary are ignored.
-      vocab: V, the width of the logits.
-      output_ids: tokens generated before, where a preempted request comes back.
-
-    Raises:
-      RequestError: `logit_bias`, the prompt or the output names a token outside the vocabulary.
-    """
-    biases = params.logit_bias or {}
-    bias = np.zeros(vocab, np.float32)
-    bias[_ids("logit_bias", list(biases), vocab)] = [as_float32(value) for value in biases.values()]
-    ends, prompt = np.zeros((2, vocab), np.bool_)
-    ends[[token for token in end_ids if 0 <= token < vocab]] = True
-    prompt[_ids("the prompt", prompt_ids, vocab)] = True
-    seed = params.seed % 2**64
-    values: dict[str, Any] = {
-        "bias": bias,
-        "ends": ends,
-        "prompt": prompt,
-        "counts": np.bincount(_ids("the output", output_ids, vocab), minlength=vocab).astype(np.int32),
-        "key": np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
-        "generated": np.asarray(len(output_ids), np.int32),
-        "min_tokens": np.asarray(min(params.min_tokens, _MOST), np.int32),
-        "temperature": as_float32(params.temperature),
-        "top_k": np.asarray(min(params.top_k, _MOST), np.int32),
-        "top_p": as_float32(params.top_p),
-        "min_p": as_float32(params.min_p),
-        # Never 0: 0 / 0 is no logit.
-        "repetition": as_float32(max(params.repetition_penalty, SMALLEST)),
-        "presence": as_float32(params.presence_penalty),
-        "frequency": as_float32(params.frequency_penalty),
-        "biased": np.asarray(bias.any()),
-        "scored": np.asarray(params.logprobs is not None),
-    }
-    return SamplerRow(**values)
-
-
-def _ids(what: str, ids: Sequence[int], vocab: int) -> np.ndarray:
-    """`ids` as an int64 index array, all inside the vocabulary."""
-    array = np.asarray(ids, np.int64).reshape(-1)
-    outside = array[(array < 0) | (array >= vocab)]
-    if outside.size:
-        raise RequestError(f"{what} names token {outside[0]}, but the model's tokens go from 0 to {vocab - 1}.")
-    return array
-
-
-class SamplerState(NamedTuple):
-    """What sampling needs to know of R rows over V tokens: 10 bytes per row and token, and a few numbers per row."""
-
-    bias: Array
-    """float32 [R, V], added to the logits."""
-    ends: Array
-    """bool [R, V], tokens ruled out while fewer than `min_tokens` are generated."""
-    prompt: Array
-    """bool [R, V], tokens of the prompt."""
-    counts: Array
-    """int32 [R, V], how often each token was generated."""
-    key: Array
-    """uint32 [R, 2], threefry key data."""
-    generated: Array
-    """int32 [R], tokens generated so far."""
-    min_tokens: Array
-    """int32 [R]."""
-    temperature: Array
-    """float32 [R], 0: the most likely token."""
-    top_k: Array
-    """int32 [R], 0: off."""
-    top_p: Array
-    """float32 [R], 1: off."""
-    min_p: Array
-    """float32 [R], 0: off."""
-    repetition: Array
-    """float32 [R], 1: off."""
-    presence: Array
-    """float32 [R]."""
-    frequency: Array
-    """float32 [R]."""
-    biased: Array
-    """bool [R], whether any bias differs from 0."""
-    scored: Array
-    """bool [R], whether the row wants log-probabilities."""
-
-
 # Bounds of what `sample` takes beside its arguments, in bytes; a test holds them against the compiled programs.
 _WORKSPACE, _WORKSPACE_PER_TOKEN, _WORKSPACE_PER_ROW = 16384, 36, 512
-
-_WIDE = ("bias", "ends", "prompt", "counts")
-
-SamplerRow = SamplerState
-"""One row as numpy arrays without the leading axis."""
 
 
 class Sampled(NamedTuple):
@@ -164,27 +64,12 @@ class Sampled(NamedTuple):
     """float32 [b, 20]."""
 
 
-def init_state(rows: int, vocab: int) -> SamplerState:
-    """A state in which every row takes the most likely token. Also works under `jax.eval_shape`."""
-    row = row_of(ResolvedSampling(seed=0, temperature=0.0), (), (), vocab=1)
-    shapes = {name: (rows, vocab) if name in _WIDE else (rows, *one.shape) for name, one in row._asdict().items()}
-    return SamplerState(**{name: jnp.broadcast_to(getattr(row, name), shape) for name, shape in shapes.items()})
-
-
-def admit(state: SamplerState, row: SamplerRow, index: Array) -> SamplerState:
-    """Replaces everything the state holds about row `index` (int32 scalar, in range) by `row`; donate `state`.
-
-    `row` is what `row_of` returns, so nothing of the row's previous request is left.
-    """
-    return jax.tree.map(lambda all_rows, one: lax.dynamic_update_index_in_dim(all_rows, one, index, 0), state, row)
-
-
 def sample(state: SamplerState, logits: Array, rows: Array, active: Array) -> tuple[SamplerState, Sampled]:
     """Chooses one token for each active row and counts it; donate `state`.
 
     Args:
-      state: R rows over V tokens.
-      logits: float32 [b, V].
+      state: r rows over v tokens.
+      logits: float32 [b, v].
       rows: int32 [b], the state row that each line of logits belongs to; active ones are in range and distinct.
       active: bool [b]; the others change nothing and may name any row.
 
@@ -220,13 +105,13 @@ def _nothing() -> Sampled:
 
 
 def _sample_row(state: SamplerState, raw: Array, index: Array) -> Sampled:
-    """One row: `raw` float32 [V], `index` int32 the row of the state."""
+    """One row: `raw` float32 [v], `index` int32 the row of the state."""
 
     def of_row(values: Array) -> Array:
         return lax.dynamic_index_in_dim(values, index, keepdims=False)
 
     # The wide arrays stay whole until a branch reads them, so that a row that needs none of them pays for none.
-    row = SamplerState(**{name: v if name in _WIDE else of_row(v) for name, v in state._asdict().items()})
+    row = SamplerState(**{name: v if name in WIDE else of_row(v) for name, v in state._asdict().items()})
     penalised = (row.repetition != 1) | (row.presence != 0) | (row.frequency != 0)
     edited = penalised | row.biased | (row.generated < row.min_tokens)
     with jax.named_scope("edit"):
@@ -243,7 +128,7 @@ def _sample_row(state: SamplerState, raw: Array, index: Array) -> Sampled:
 
 
 def _edit(row: SamplerState, raw: Array, of_row: Callable[[Array], Array]) -> Array:
-    """Steps 1 to 3: penalties, bias and minimum length, float32 [V]. Never NaN or +inf for logits without them."""
+    """Steps 1 to 3: penalties, bias and minimum length, float32 [v]. Never NaN or +inf for logits without them."""
     counts = of_row(row.counts)
     output = counts > 0
     logits = jnp.where(raw > 0, raw / row.repetition, raw * row.repetition)
@@ -256,7 +141,7 @@ def _edit(row: SamplerState, raw: Array, of_row: Callable[[Array], Array]) -> Ar
 
 
 def _filter(row: SamplerState, logits: Array) -> Array:
-    """Steps 4 and 5 for a temperature above 0: float32 [V], 0 for the best token, -inf for those filtered out.
+    """Steps 4 and 5 for a temperature above 0: float32 [v], 0 for the best token, -inf for those filtered out.
 
     The softmax of the result is what the row samples from.
     """
@@ -277,7 +162,7 @@ def _filter(row: SamplerState, logits: Array) -> Array:
 
 
 def _likeliest(distance: Array, k: Array, top_p: Array) -> tuple[Array, Array]:
-    """The tokens that top_k and top_p keep, of float32 [V] distances from the best token.
+    """The tokens that top_k and top_p keep, of float32 [v] distances from the best token.
 
     Nearly always a few hundred of the nearest tokens decide; only where they do not is the whole vocabulary bisected,
     in about a tenth of the time of a sort.
@@ -357,7 +242,7 @@ def _gumbel(row: SamplerState, size: int) -> Array:
 
 
 def _first_largest(values: Array) -> Array:
-    """The argmax of float32 [V] as int32, the lowest id among equals (a third of `jnp.argmax`'s time on a CPU)."""
+    """The argmax of float32 [v] as int32, the lowest id among equals (a third of `jnp.argmax`'s time on a CPU)."""
     ids = jnp.arange(values.shape[0], dtype=jnp.int32)
     # NaN equals nothing: the last id is then the result, which at least exists.
     return jnp.min(jnp.where(values == jnp.max(values), ids, values.shape[0] - 1))

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,21 +15,6 @@ from novalm_jax.options import SamplingParams
 
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)
-
-
-class SamplingDefaults(Protocol):
-    """What a checkpoint's generation_config says; None where it says nothing."""
-
-    @property
-    def temperature(self) -> float | None: ...
-    @property
-    def top_k(self) -> int | None: ...
-    @property
-    def top_p(self) -> float | None: ...
-    @property
-    def min_p(self) -> float | None: ...
-    @property
-    def repetition_penalty(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -49,18 +34,18 @@ class ResolvedSampling:
     logprobs: int | None = None
 
 
-def resolve(params: SamplingParams, defaults: SamplingDefaults, *, fresh_seed: int) -> ResolvedSampling:
+def resolve(params: SamplingParams, defaults: Mapping[str, float], *, fresh_seed: int) -> ResolvedSampling:
     """Fills what a request leaves open: the checkpoint's default, else temperature 1 and every filter off.
 
-    A value the request gives wins, 0 included. `fresh_seed` is used where the request has no seed.
+    A value the request gives wins, 0 included. `defaults` holds what the checkpoint says, by name
+    (`GenerationConfig.sampling`). `fresh_seed` is used where the request has no seed.
 
     Raises:
       ConfigError: the checkpoint's default is needed, and no sampler can honour it.
     """
     given = {field.name: getattr(params, field.name, None) for field in fields(ResolvedSampling)}
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-        value = getattr(defaults, name)
-        if given[name] is None and value is not None:
+    for name, value in defaults.items():
+        if given[name] is None:
             given[name] = _checked_default(name, value)
     values: dict[str, Any] = {"seed": fresh_seed} | {name: value for name, value in given.items() if value is not None}
     return ResolvedSampling(**values)

@@ -44,9 +44,7 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
 
 def expert_product(x: jax.Array, weights: Weights, activation: Activation) -> jax.Array:
     """One expert's gated MLP on `x [t, d]`: `[t, d]` in x's dtype (arXiv:2002.05202)."""
-    gate = einsum("td,fd->tf", x, weights.gate)
-    up = einsum("td,fd->tf", x, weights.up)
-    inner = _ACTIVATIONS[activation](gate) * up
+    inner = gated(einsum("td,fd->tf", x, weights.gate), einsum("td,fd->tf", x, weights.up), activation)
     return einsum("tf,df->td", inner.astype(x.dtype), weights.down).astype(x.dtype)
 
 

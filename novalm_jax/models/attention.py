@@ -1,4 +1,7 @@
-"""Grouped-query attention: projections, norms, rotation. Where keys and values are kept is the caller's choice."""
+"""Grouped-query attention: projections, norms, rotation.
+
+Refuses to know where keys and values are kept: the caller hands in a `KV`.
+"""
 
 from __future__ import annotations
 

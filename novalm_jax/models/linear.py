@@ -14,7 +14,7 @@ from novalm_jax.models.params import parameter, zeros
 
 
 class Linear(nnx.Module):
-    """y = x W^T + b, with W in the checkpoint's layout `[out, in]`; `axes` names its two dimensions."""
+    """y = x W^T + b on `[..., in]`, with W in the checkpoint's layout `[out, in]`; `axes` names its two dimensions."""
 
     def __init__(
         self, inputs: int, outputs: int, axes: tuple[str, str], *, bias: bool = False, dtype: Any, rngs: nnx.Rngs

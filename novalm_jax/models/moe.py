@@ -1,4 +1,7 @@
-"""Mixture of experts (arXiv:1701.06538), split where experts may live elsewhere: `route`, `experts`, `combine`."""
+"""Mixture of experts (arXiv:1701.06538), split where experts may live elsewhere: `route`, `experts`, `combine`.
+
+Knows routers, weights and sums. Refuses to know where a runtime keeps its experts.
+"""
 
 from __future__ import annotations
 
@@ -76,12 +79,12 @@ class MoE(nnx.Module):
         if self.shared is not None:
             shared = self.shared(x).astype(jnp.float32)
             if self.shared_gate is not None:
-                shared *= jax.nn.sigmoid(self._open(x, self.shared_gate.weight[...]))
+                shared *= jax.nn.sigmoid(self._gate_logit(x, self.shared_gate.weight[...]))
             total += shared
         return total.astype(x.dtype)
 
     @staticmethod
-    def _open(x: jax.Array, gate: jax.Array) -> jax.Array:
+    def _gate_logit(x: jax.Array, gate: jax.Array) -> jax.Array:
         """The shared expert's gate `[1, d]` on `x [t, d]`, before its sigmoid: float32 `[t, 1]`.
 
         Eight columns instead of one: XLA's CPU backend rounds a narrower product differently for 2 rows and 8.

@@ -13,7 +13,10 @@ from novalm_jax.models.params import ones, parameter
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) in float32, rounded to x's dtype, then times the scale (arXiv:1910.07467, in Llama's rounding)."""
+    """x / rms(x) over the last axis of `[..., size]`, in float32, rounded to x's dtype, then times the scale.
+
+    From arXiv:1910.07467, with the rounding of Llama.
+    """
 
     def __init__(self, size: int, eps: float, *, axis: str = "embed", dtype: Any, rngs: nnx.Rngs):
         self.scale = parameter(rngs, (size,), (axis,), dtype, ones)

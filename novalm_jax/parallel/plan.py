@@ -70,7 +70,9 @@ class ShardingPlan:
         devices = jax.devices() if devices is None else devices
         needed = int(np.prod(list(self.mesh_shape.values())))
         if needed > len(devices):
-            raise OptionError(f"The sharding plan needs {needed} devices, and there are {len(devices)}.")
+            raise OptionError(
+                f"The sharding plan needs {needed} devices, and there are {len(devices)}. Make its [mesh] smaller."
+            )
         grid = np.array(devices[:needed]).reshape(tuple(self.mesh_shape.values()))
         return Mesh(grid, tuple(self.mesh_shape), axis_types=(AxisType.Auto,) * grid.ndim)
 
@@ -83,17 +85,24 @@ class ShardingPlan:
         names = [self.rules.get(axis) for axis in axes]
         used = [name for name in names if name is not None]
         if len(used) != len(set(used)):
-            raise OptionError(f"The sharding plan puts two of the axes {', '.join(axes)} on one mesh axis.")
+            raise OptionError(
+                f"The sharding plan puts two of the axes {', '.join(axes)} of one array on one mesh axis. Take one of "
+                "them out of [rules], or give it another mesh axis."
+            )
         for axis, name, size in zip(axes, names, shape, strict=True):
             if name is not None and size % self.mesh_shape[name]:
                 raise OptionError(
                     f"The sharding plan splits {axis} over the {self.mesh_shape[name]} devices of {name}, but its size "
-                    f"{size} is no multiple of that."
+                    f"{size} is no multiple of that. Take {axis} out of [rules], or change the size of {name}."
                 )
         return PartitionSpec(*names)
 
     def shardings(self, model: nnx.Module) -> dict[str, NamedSharding]:
-        """The sharding of every parameter, by its path; what `load_model(shardings=...)` takes."""
+        """The sharding of every parameter, by its path; what `load_model(shardings=...)` takes.
+
+        Raises:
+          OptionError: too few devices, or a parameter that the rules cannot split; the message names its axes.
+        """
         mesh = self.mesh()
 
         def sharding(param: Any) -> NamedSharding:

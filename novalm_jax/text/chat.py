@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 
 from novalm_jax.errors import CheckpointError, RequestError
-from novalm_jax.text.files import read_json_object, read_text
+from novalm_jax.text.files import read_optional_json, read_text
 from novalm_jax.text.template_sandbox import CompiledTemplate, compile_template
 
 # A message's reasoning goes under one of these; templates read the first.
@@ -30,14 +30,15 @@ class ChatTemplates:
 
     @classmethod
     def load(cls, folder: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplates:
-        """Find the templates of a checkpoint folder. The first of these places that has any is used, alone:
+        """Finds the templates of a checkpoint folder. The first of these places that has any is used, alone:
 
         1. `chat_template.jinja` (the default one) with `additional_chat_templates/*.jinja` and
            `chat_templates/*.jinja`, each named by its file;
         2. `chat_template` of `tokenizer_config.json`: a text, or a list of `{"name", "template"}`;
         3. `chat_template.json`: an object with `chat_template` as in 2.
 
-        `CheckpointError` if one of them has another form.
+        Raises:
+          CheckpointError: one of them has another form, or cannot be read.
         """
         files = {
             path.stem: path
@@ -49,7 +50,7 @@ class ChatTemplates:
         if files:
             return cls({name: read_text(path) for name, path in files.items()})
         legacy = folder / "chat_template.json"
-        for path, data in ((folder / "tokenizer_config.json", tokenizer_config), (legacy, read_json_object(legacy))):
+        for path, data in ((folder / "tokenizer_config.json", tokenizer_config), (legacy, read_optional_json(legacy))):
             if (stored := data.get("chat_template")) is not None:
                 return cls(_stored_templates(stored, path))
         return cls()
@@ -58,7 +59,10 @@ class ChatTemplates:
         """The text of the template to use.
 
         A given `chat_template` is the name of a stored one or, if it holds Jinja, the template itself. Without it a
-        chat with tools takes "tool_use" where that exists, and everything else "default". `RequestError` if none fits.
+        chat with tools takes "tool_use" where that exists, and everything else "default".
+
+        Raises:
+          RequestError: none fits; the message names those there are.
         """
         stored = ", ".join(sorted(self.texts)) or "none"
         if chat_template is not None:
@@ -97,7 +101,8 @@ class ChatTemplates:
           add_generation_prompt: end with the opening of the assistant's turn.
           variables: further template variables, such as `bos_token`.
 
-        Raises `RequestError` for messages of another form and for everything that goes wrong inside the template.
+        Raises:
+          RequestError: messages of another form, and everything that goes wrong inside the template.
         """
         text = self.choose(chat_template, with_tools=bool(tools))
         try:
@@ -105,7 +110,7 @@ class ChatTemplates:
         except jinja2.TemplateSyntaxError as error:
             raise RequestError(f"The chat template is not valid Jinja, line {error.lineno}: {error.message}") from error
         context = {"documents": None, **{name: _plain(value, name) for name, value in (variables or {}).items()}}
-        context["messages"] = prepare_messages(messages, compiled)
+        context["messages"] = _prepare_messages(messages, compiled)
         context["tools"] = _prepare_tools(tools)
         context["add_generation_prompt"] = add_generation_prompt
         try:
@@ -116,11 +121,11 @@ class ChatTemplates:
             raise RequestError(f"The chat template cannot render these messages: {reason}") from error
 
 
-def prepare_messages(messages: Sequence[Mapping[str, Any]], compiled: CompiledTemplate) -> list[dict[str, Any]]:
-    """Fresh copies of `messages` in the form that the template reads; `RequestError` names the message that is wrong.
+def _prepare_messages(messages: Sequence[Mapping[str, Any]], compiled: CompiledTemplate) -> list[dict[str, Any]]:
+    """Fresh copies of `messages` in the form that the template reads.
 
     Fields that are None are left out, as templates test for absence. Arguments of tool calls that are JSON text
-    become objects, as templates write them out as JSON themselves.
+    become objects, as templates write them out as JSON themselves. A `RequestError` names the message that is wrong.
     """
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise RequestError("messages must be a list of at least one object with a role and a content.")

@@ -23,6 +23,9 @@ class TextStream:
     first (of several complete with the same character: before the longest). A stop text may begin and end
     inside tokens. Special tokens and ids beyond the tokenizer's vocabulary give no text.
 
+    Raises:
+      RequestError: a stop text is empty or no text.
+
     Attributes:
       stopped: a stop text was found; from then on no more text comes out.
     """
@@ -82,7 +85,7 @@ class StopMatcher:
         return "" if self.stopped else self._release(len(self._held))
 
     def _advance(self, char: str) -> int:
-        """Follow one character; the length of the longest stop text it completes, or 0."""
+        """Follows one character: the length of the longest stop text it completes, or 0."""
         found = 0
         for index, (text, borders) in enumerate(self._stops):
             length = self._matched[index]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from novalm_jax.errors import CheckpointError
-from novalm_jax.text.files import read_json_object
+from novalm_jax.text.files import read_optional_json
 
 _TOP = float("inf")
 # Field -> (least, greatest) value; a field absent from the file is None.
@@ -33,7 +33,6 @@ class GenerationConfig:
     """
 
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -42,17 +41,17 @@ class GenerationConfig:
 
     @classmethod
     def load(cls, folder: Path) -> GenerationConfig:
-        """Read `generation_config.json`; stop and start ids it does not give come from the top level of `config.json`.
+        """Reads `generation_config.json`; stop ids it does not give come from the top level of `config.json`.
 
-        Raises `CheckpointError`, naming file and field, for damaged JSON and for values of the wrong kind.
+        Raises:
+          CheckpointError: damaged JSON, or a value of the wrong kind; names the file and the field.
         """
         path, fallback = folder / "generation_config.json", folder / "config.json"
-        data, model = read_json_object(path), read_json_object(fallback)
+        data = read_optional_json(path)
         eos = _ids(data, "eos_token_id", path)
-        bos = _integer(data, "bos_token_id", path)
         # The model's file is asked only where this one is silent, so a mistake there cannot matter otherwise.
-        eos = _ids(model, "eos_token_id", fallback) if eos is None else eos
-        bos = _integer(model, "bos_token_id", fallback) if bos is None else bos
+        if eos is None:
+            eos = _ids(read_optional_json(fallback), "eos_token_id", fallback)
         numbers = {name: _number(data, name, path) for name in _RANGES}
         top_k = _integer(data, "top_k", path)
         do_sample = data.get("do_sample")
@@ -62,7 +61,7 @@ class GenerationConfig:
             numbers["temperature"] = 0.0
         elif do_sample is True and numbers["temperature"] is None:
             numbers["temperature"] = 1.0
-        return cls(eos_token_ids=eos or (), bos_token_id=bos, top_k=top_k, **numbers)
+        return cls(eos_token_ids=eos or (), top_k=top_k, **numbers)
 
     def sampling(self) -> dict[str, float]:
         """The sampling values that the checkpoint gives, by name."""

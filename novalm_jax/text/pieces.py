@@ -43,7 +43,11 @@ class PieceDecoder:
 
     @classmethod
     def from_spec(cls, spec: Mapping[str, Any] | None) -> PieceDecoder:
-        """Compile the decoder description `spec`; `CheckpointError` for one that is not implemented."""
+        """Compiles the decoder description `spec`; None joins tokens with spaces.
+
+        Raises:
+          CheckpointError: it has a stage that is not implemented.
+        """
         if spec is None:
             return cls(steps=(lambda token, first: token if first else " " + token,))
         builder = _Builder()

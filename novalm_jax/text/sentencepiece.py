@@ -45,19 +45,20 @@ class SentencePieceModel:
 
 
 def convert_sentencepiece(path: Path) -> tokenizers.Tokenizer:
-    """Convert the SentencePiece model at `path`.
+    """Converts the SentencePiece model at `path`.
 
-    `CheckpointError` if the optional packages are missing, or if the file is damaged or of a kind that has no
-    counterpart (word and character models).
+    Raises:
+      CheckpointError: the optional packages are missing, or the file is damaged or of a kind that has no counterpart
+        (word and character models).
     """
     try:
-        from sentencepiece import sentencepiece_model_pb2 as format
+        from sentencepiece import sentencepiece_model_pb2 as model_format
     except ImportError as error:
         raise CheckpointError(
             f"{path} is a SentencePiece model and there is no tokenizer.json beside it. Install the extra that "
             "converts it, `pip install 'novalm-jax[sentencepiece]'`, or copy the model's tokenizer.json there."
         ) from error
-    proto = format.ModelProto()
+    proto = model_format.ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())
     # protobuf's DecodeError, whose class is only there with the optional package.
@@ -67,7 +68,11 @@ def convert_sentencepiece(path: Path) -> tokenizers.Tokenizer:
 
 
 def from_proto(proto: Any, path: Path) -> SentencePieceModel:
-    """The parts of a parsed SentencePiece `ModelProto` that matter; `CheckpointError` for other kinds of models."""
+    """The parts of a parsed SentencePiece `ModelProto` that matter; `path` is for messages.
+
+    Raises:
+      CheckpointError: neither a BPE nor a unigram model.
+    """
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec
     if not len(proto.pieces) or trainer.model_type not in (_UNIGRAM, _BPE):
         raise CheckpointError(
@@ -121,8 +126,11 @@ def to_tokenizer(model: SentencePieceModel) -> tokenizers.Tokenizer:
 
 
 def _is_mergeable(piece: Piece) -> bool:
-    """Is the piece found by joining? User-defined ones are found in the raw text, where no space is a mark yet; so
-    those with marks (runs of spaces) are joined too, and first, as their score is the greatest."""
+    """Whether the piece is found by joining.
+
+    User-defined ones are found in the raw text, where no space is a mark yet; so those with marks (runs of spaces) are
+    joined too, and first, as their score is the greatest.
+    """
     return piece.kind == _NORMAL or (piece.kind == _USER_DEFINED and _SPACE in piece.text)
 
 

@@ -37,7 +37,11 @@ class CompiledTemplate:
 
 @lru_cache(maxsize=64)
 def compile_template(text: str) -> CompiledTemplate:
-    """Compile `text`; `jinja2.TemplateSyntaxError` if it is not valid."""
+    """Compiles `text`; the last 64 are kept.
+
+    Raises:
+      jinja2.TemplateSyntaxError: not valid Jinja.
+    """
     environment = _environment()
     tree = environment.parse(text)
     takes_lists, takes_text = _reads_content(tree)
@@ -86,7 +90,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _reads_content(tree: nodes.Template) -> tuple[bool, bool]:
-    """Does the template take a message's content as a list of parts, and as a text?"""
+    """Whether the template takes a message's content as a list of parts, and whether as a text."""
     names = _content_names(tree)
     takes_lists = any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For)) or any(
         _is_part(access.node, names)
@@ -118,7 +122,7 @@ def _assignments(tree: nodes.Template) -> Iterator[tuple[str, nodes.Expr]]:
 
 
 def _is_part(node: nodes.Node, names: set[str]) -> bool:
-    """Is this one part of a content, as in `message.content[0]`?"""
+    """Whether this is one part of a content, as in `message.content[0]`."""
     return (
         isinstance(node, nodes.Getitem)
         and isinstance(node.arg, nodes.Const)

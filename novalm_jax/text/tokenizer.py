@@ -16,7 +16,7 @@ from tokenizers import AddedToken, processors
 
 from novalm_jax.errors import CheckpointError, RequestError
 from novalm_jax.text.chat import ChatTemplates
-from novalm_jax.text.files import read_json_object
+from novalm_jax.text.files import read_optional_json
 from novalm_jax.text.pieces import ByteStream, PieceDecoder
 from novalm_jax.text.tokenizer_files import load_backend
 
@@ -35,9 +35,7 @@ class Tokenizer:
 
     Attributes:
       vocab_size: number of ids, added tokens included: the highest id + 1.
-      bos_token, eos_token: texts of the first and last token of a text, or None.
-      bos_id, eos_id: their ids, or None.
-      templates: the chat templates.
+      bos_id, eos_id: ids of the first and last token of a text, or None.
     """
 
     def __init__(
@@ -47,25 +45,24 @@ class Tokenizer:
         config: Mapping[str, Any] | None = None,
         templates: ChatTemplates | None = None,
     ):
-        """Take over a `tokenizers.Tokenizer` and set it up; most callers want `load`.
+        """Takes over a `tokenizers.Tokenizer` and sets it up; most callers want `load`.
 
         Args:
           backend: changed in place (padding, truncation, added tokens, first and last tokens).
           config: the fields of `tokenizer_config.json`.
           templates: the chat templates; without them there is no chat.
 
-        Raises `CheckpointError` for a decoder that is not implemented and for a `config` that contradicts `backend`.
+        Raises:
+          CheckpointError: a decoder that is not implemented, or a `config` that contradicts `backend`.
         """
         config = config or {}
         backend.no_padding()
         backend.no_truncation()
         _add_declared_tokens(backend, config)
         self._backend = backend
-        self.templates = templates or ChatTemplates()
+        self._templates = templates or ChatTemplates()
         self._roles = _roles(backend, config)
-        self.bos_token: str | None = self._roles.get("bos_token")
-        self.eos_token: str | None = self._roles.get("eos_token")
-        self.bos_id, self.eos_id = self.token_id(self.bos_token), self.token_id(self.eos_token)
+        self.bos_id, self.eos_id = (self.token_id(self._roles.get(role)) for role in ("bos_token", "eos_token"))
         _follow_flags(backend, config, self.bos_id, self.eos_id)
         prefix, _ = _surroundings(backend)
         self._adds_bos = self.bos_id is not None and prefix[:1] == [self.bos_id]
@@ -78,14 +75,15 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read the tokenizer of a checkpoint folder.
+        """Reads the tokenizer of a checkpoint folder.
 
-        `CheckpointError` if there is none, if a file is damaged, or if the files contradict each other.
+        Raises:
+          CheckpointError: there is none, a file is damaged, or the files contradict each other.
         """
         folder = Path(folder)
-        tokenizer_config = read_json_object(folder / "tokenizer_config.json")
+        tokenizer_config = read_optional_json(folder / "tokenizer_config.json")
         # special_tokens_map.json repeats the roles; the main file wins where both speak.
-        config = read_json_object(folder / "special_tokens_map.json")
+        config = read_optional_json(folder / "special_tokens_map.json")
         config |= {name: value for name, value in tokenizer_config.items() if value is not None}
         backend, templates = load_backend(folder), ChatTemplates.load(folder, tokenizer_config)
         try:
@@ -101,7 +99,10 @@ class Tokenizer:
         """The ids of `text`; special tokens written in it are recognised.
 
         With `add_special_tokens` the tokens that this model expects around a text are added, but a text that already
-        begins with the first token does not get a second one. `RequestError` for text that is not valid Unicode.
+        begins with the first token does not get a second one.
+
+        Raises:
+          RequestError: the text is not valid Unicode.
         """
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -133,11 +134,11 @@ class Tokenizer:
         return piece
 
     def is_special(self, token_id: int) -> bool:
-        """Is this a special token, which decoded text leaves out?"""
+        """Whether this is a special token, which decoded text leaves out."""
         return token_id in self._special_ids
 
     def knows(self, token_id: int) -> bool:
-        """Does this id stand for a token?"""
+        """Whether this id stands for a token."""
         return 0 <= token_id < self.vocab_size and self._backend.id_to_token(token_id) is not None
 
     def encode_chat(
@@ -149,7 +150,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """The ids of `render_chat`. The template alone decides about special tokens: none is added to its text."""
+        """The ids of `render_chat`. The template alone decides about special tokens: none is added to its text.
+
+        Raises:
+          RequestError: as `render_chat`.
+        """
         text = self.render_chat(
             messages,
             tools=tools,
@@ -170,9 +175,10 @@ class Tokenizer:
     ) -> str:
         """The prompt text of chat messages: `ChatTemplates.render` with the special tokens as template variables.
 
-        `RequestError` if there is no template, or if it cannot render these messages.
+        Raises:
+          RequestError: there is no template, or it cannot render these messages.
         """
-        return self.templates.render(
+        return self._templates.render(
             messages,
             tools=tools,
             chat_template=chat_template,
@@ -233,7 +239,7 @@ def _roles(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict[str
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Tell the backend about added tokens that only the other files name; their ids must come out as declared."""
+    """Tells the backend about added tokens that only the other files name; their ids must come out as declared."""
     known = backend.get_added_tokens_decoder()
     for token_id, token in _declared_tokens(config):
         if token_id in known and known[token_id].content == token.content:
@@ -283,7 +289,7 @@ def _surroundings(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
 def _follow_flags(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], bos_id: int | None, eos_id: int | None
 ) -> None:
-    """Make the backend add the first and last token exactly if explicit flags say so; leave its other tokens alone."""
+    """Makes the backend add the first and last token exactly if explicit flags say so, and leaves its other tokens."""
     before, after = _surroundings(backend)
     wanted_before, wanted_after = before, after
     if bos_id is not None and isinstance(add_bos := config.get("add_bos_token"), bool):

@@ -16,12 +16,18 @@ from novalm_jax.text.sentencepiece import convert_sentencepiece
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*")
 # Files of other tokenizers of the field that hold no tokenizer by themselves or in a format of their own.
 _FOREIGN = ("tekken.json", "vocab.json", "vocab.txt", "spiece.model")
+_CONVERT_ONCE = (
+    "Write a tokenizer.json once with `pip install transformers{extra}` and "
+    "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`, or copy the tokenizer.json of the same model "
+    "from another copy of it."
+)
 
 
 def load_backend(folder: Path) -> tokenizers.Tokenizer:
     """The tokenizer of `folder`: `tokenizer.json`, else a SentencePiece `tokenizer.model` converted on the way.
 
-    `CheckpointError` if there is no such file, if it is damaged, or if it is of another kind.
+    Raises:
+      CheckpointError: there is no such file, it is damaged, or it is of another kind.
     """
     path = folder / "tokenizer.json"
     if path.is_file():
@@ -52,13 +58,6 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
         f"{folder} has no tokenizer: looked for tokenizer.json, tokenizer.model and *.tiktoken. Copy tokenizer.json "
         "and tokenizer_config.json of the model there."
     )
-
-
-_CONVERT_ONCE = (
-    "Write a tokenizer.json once with `pip install transformers{extra}` and "
-    "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`, or copy the tokenizer.json of the same model "
-    "from another copy of it."
-)
 
 
 def _is_tiktoken(path: Path) -> bool:

@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 
 from novalm_jax.checkpoint import files
 from novalm_jax.checkpoint.dtypes import numpy_dtype
-from novalm_jax.checkpoint.files import INDEX, SINGLE, StoredTensor, TensorReader, list_tensors, read_json
+from novalm_jax.checkpoint.files import INDEX, SINGLE, TensorReader, list_tensors
+from novalm_jax.checkpoint.header import StoredTensor, read_json
 from novalm_jax.errors import CheckpointError
 
 

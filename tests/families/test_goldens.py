@@ -20,7 +20,16 @@ from novalm_jax.checkpoint.load import Checkpoint, abstract_model, load_model
 from novalm_jax.compat import compile_program
 from novalm_jax.config import LayerConfig, ModelConfig, MoEConfig
 from novalm_jax.engine.executor import Executor, put_stored
-from novalm_jax.engine.programs import DECODE_ROWS, KV_BLOCK, Functions, ModelWeights, Programs, Rows, Shapes, Structure
+from novalm_jax.engine.programs import (
+    DECODE_ROWS,
+    KV_BLOCK,
+    DecodeStep,
+    Functions,
+    ModelWeights,
+    Programs,
+    Shapes,
+    Structure,
+)
 from novalm_jax.kernels import attention as attention_kernel
 from novalm_jax.kernels import experts as expert_kernel
 from novalm_jax.kv.static import CacheView, LayerCache
@@ -197,7 +206,7 @@ class Apart:
         self._compiled: dict[Any, Any] = {}
         self.caches = list(caches)
 
-    def run(self, step: Rows) -> np.ndarray:
+    def run(self, step: DecodeStep) -> np.ndarray:
         """Logits `[b, v]`."""
         outer, structure = self._weights.outer, self._structure
         x = self._call("embed", lambda o, t: structure.outer(o).embed(t[:, None]), outer, step.tokens)
@@ -207,7 +216,7 @@ class Apart:
             x = self._experts(config, layer, Routed(*routed)) if layer.experts else routed
         return np.asarray(self._call("head", lambda o, x: structure.outer(o).logits(x[:, 0]), outer, x))
 
-    def _attend(self, config: LayerConfig, dense: Any, cache: Any, x: Any, step: Rows) -> Any:
+    def _attend(self, config: LayerConfig, dense: Any, cache: Any, x: Any, step: DecodeStep) -> Any:
         place, view = Place(step.positions[:, None], step.known), CacheView(cache, step.rows, step.positions, KV_BLOCK)
         return self._functions._attend(config, dense, view, x, place, step.positions >= 0)
 
@@ -253,7 +262,7 @@ def test_a_step_cut_at_the_router_gives_the_bits_of_the_whole_step(case: str, dt
             positions[-1], places[-1] = -1, rows
         else:
             positions[-1] = at - 3
-        step = Rows(now, places, positions, positions + 1)
+        step = DecodeStep(now, places, positions, positions + 1)
         decoded, caches = programs.decode(rows)(weights, caches, step)
         active = positions >= 0
         assert apart.run(step)[active].tobytes() == np.asarray(decoded.logits)[active].tobytes()

@@ -16,8 +16,7 @@ HELLO = [{"role": "user", "content": "the"}]
 def test_vocabulary_and_roles_from_tokenizer_json_alone(byte_fallback, write):
     tokenizer = Tokenizer.load(write(byte_fallback))
     assert tokenizer.vocab_size == byte_fallback.get_vocab_size()
-    assert (tokenizer.bos_token, tokenizer.bos_id) == ("<s>", 1)
-    assert (tokenizer.eos_token, tokenizer.eos_id) == ("</s>", 2)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (tokenizer.token_id("<s>"), tokenizer.token_id("</s>")) == (1, 2)
 
 
 def test_roles_are_found_whatever_the_vocabulary_holds():
@@ -25,13 +24,13 @@ def test_roles_are_found_whatever_the_vocabulary_holds():
     backend.add_special_tokens(["[", "]"])
     backend.post_processor = processors.TemplateProcessing(single="[ $A ]", special_tokens=[("[", 1), ("]", 2)])
     tokenizer = Tokenizer(backend)
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("[", "]")
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     assert tokenizer.encode("b") == tokenizer.encode("[b") == [1, 0, 2]
 
 
 def test_a_tokenizer_that_adds_nothing_has_no_roles(byte_level, write):
     tokenizer = Tokenizer.load(write(byte_level))
-    assert (tokenizer.bos_token, tokenizer.bos_id, tokenizer.eos_token, tokenizer.eos_id) == (None,) * 4
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, None)
 
 
 @pytest.mark.parametrize("as_object", [False, True])
@@ -40,8 +39,8 @@ def test_roles_from_the_other_files(byte_level, write, file, as_object):
     roles = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}
     content = {name: {"content": text, "lstrip": False} if as_object else text for name, text in roles.items()}
     tokenizer = Tokenizer.load(write(byte_level, **{file: content}))
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|bos|>", "<|im_end|>")
     assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 3)
+    assert (tokenizer.token_id("<|bos|>"), tokenizer.token_id("<|im_end|>")) == (0, 3)
 
 
 def test_tokenizer_config_wins_and_null_is_silence(byte_level, write):
@@ -51,7 +50,7 @@ def test_tokenizer_config_wins_and_null_is_silence(byte_level, write):
         special_tokens_map_json={"eos_token": "<|eos|>", "bos_token": "<|bos|>"},
     )
     tokenizer = Tokenizer.load(folder)
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|bos|>", "<|im_end|>")
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (tokenizer.token_id("<|bos|>"), tokenizer.token_id("<|im_end|>"))
 
 
 def test_a_role_without_an_id_makes_no_new_id(byte_level, write):

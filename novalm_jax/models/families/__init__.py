@@ -1,4 +1,4 @@
-"""The supported families, one table file for each `model_type`. `read_config` turns a config.json into a model."""
+"""The supported families, one table file for each `model_type`, and how to find the one of a `config.json`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Final
 
-from novalm_jax.config import ModelConfig
 from novalm_jax.errors import ConfigError
 from novalm_jax.models.families.family import Family
 
@@ -15,7 +14,7 @@ FAMILIES: Final = ("granitemoe", "llama", "mistral", "mixtral", "olmoe", "qwen2_
 
 
 def find_family(stored: Mapping[str, Any]) -> Family:
-    """The table for this `config.json`.
+    """The table for this `config.json`, as a dictionary.
 
     Raises:
       ConfigError: no `model_type`, or one without a table.
@@ -27,12 +26,3 @@ def find_family(stored: Mapping[str, Any]) -> Family:
         raise ConfigError(f"Models of type {model_type!r} are not supported yet; these are: {', '.join(FAMILIES)}.")
     family: Family = import_module(f"novalm_jax.models.families.{model_type}").FAMILY
     return family
-
-
-def read_config(stored: Mapping[str, Any]) -> ModelConfig:
-    """The model that a `config.json`, as a dictionary, describes.
-
-    Raises:
-      ConfigError: an unsupported family, or fields that are unknown, missing or refused; all named in one message.
-    """
-    return find_family(stored).read_config(stored)

@@ -128,13 +128,14 @@ class Family:
         return [f"{name} = {_short(stored[name])} is not known here" for name in stored if name not in known]
 
     def _refused(self, stored: Mapping[str, Any]) -> list[str]:
-        problems = [f"{name}: {why}" for name, why in NOT_SUPPORTED.items() if stored.get(name) not in (None, False)]
+        reasons = dict(NOT_SUPPORTED)
         quantised = stored.get("quantization_config")
         if isinstance(quantised, Mapping):
-            problems[problems.index(f"quantization_config: {NOT_SUPPORTED['quantization_config']}")] = (
-                f"quantization_config: weights in the {quantised.get('quant_method', 'unnamed')!r} format cannot be "
-                "read yet; use the bfloat16 or float32 checkpoint of this model"
+            reasons["quantization_config"] = (
+                f"weights in the {quantised.get('quant_method', 'unnamed')!r} format cannot be read yet; use the "
+                "bfloat16 or float32 checkpoint of this model"
             )
+        problems = [f"{name}: {why}" for name, why in reasons.items() if stored.get(name) not in (None, False)]
         for name, only in self.fields.items():
             if isinstance(only, Only) and name in stored and stored[name] not in only.values:
                 allowed = " or ".join(repr(value) for value in only.values)
