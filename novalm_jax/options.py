@@ -7,7 +7,7 @@ Plain data with the checks that need nothing but the values themselves. Knows no
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
@@ -61,10 +61,8 @@ class SamplingParams:
     """Independent completions of each prompt."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._all_of("stop", str, "texts", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        self._all_of("stop_token_ids", int, "token ids", self.stop_token_ids)
         self._whole("max_tokens", 0)
         self._whole("min_tokens", 0)
         self._whole("top_k", 0)
@@ -80,8 +78,17 @@ class SamplingParams:
         if any(not text for text in self.stop):
             raise RequestError("stop: an empty text would end every generation at once; leave it out.")
         for token, bias in (self.logit_bias or {}).items():
+            if type(token) is not int:
+                raise RequestError(f"logit_bias: {token!r} is not a token id.")
             if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
                 raise RequestError(f"logit_bias: the bias of token {token} is {bias!r}, not a number.")
+
+    def _all_of(self, name: str, kind: type, what: str, values: Iterable[object] | None) -> None:
+        """Makes the field a tuple; None is an empty one."""
+        listed = tuple(values) if isinstance(values, Iterable) else () if values is None else (values,)
+        if not all(type(value) is kind for value in listed):
+            raise RequestError(f"{name}: expected a list of {what}, got {values!r}.")
+        object.__setattr__(self, name, listed)
 
     def _whole(self, name: str, least: int, most: int | None = None) -> None:
         value = getattr(self, name)

@@ -138,3 +138,23 @@ def test_a_context_length_from_a_command_line_is_a_number():
 def test_names_lists_every_option():
     assert EngineOptions.names() == tuple(field.name for field in dataclasses.fields(EngineOptions))
     assert {"device_memory", "host_memory", "dtype", "context_length", "max_batch"} <= set(EngineOptions.names())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop": ("a", 1)},
+        {"stop": 5},
+        {"stop_token_ids": ("1",)},
+        {"stop_token_ids": (True,)},
+        {"logit_bias": {"1": 1.0}},
+    ],
+)
+def test_lists_of_the_wrong_thing_are_refused_by_name(options):
+    with pytest.raises(RequestError, match=next(iter(options))):
+        SamplingParams(**options)
+
+
+def test_no_stops_may_be_given_as_none():
+    params = SamplingParams(stop=None, stop_token_ids=None)
+    assert (params.stop, params.stop_token_ids) == ((), ())

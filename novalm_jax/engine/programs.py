@@ -28,7 +28,7 @@ from novalm_jax.kernels import experts as expert_kernel
 from novalm_jax.kernels.experts import Weights
 from novalm_jax.kernels.storage import storage_dtype
 from novalm_jax.kv.static import CacheView, LayerCache, cache_shape
-from novalm_jax.models.attention import Place
+from novalm_jax.models.attention import Positions
 from novalm_jax.models.decoder import Decoder, DecoderLayer, Routed, without_experts
 from novalm_jax.models.moe import MoE, Routing
 
@@ -173,9 +173,9 @@ class Functions:
     ) -> tuple[Routed | jax.Array, LayerCache]:
         """A prefill chunk `x [1, t, d]` up to the router split; through the whole layer where it is dense."""
         offsets = jnp.arange(x.shape[1], dtype=jnp.int32)
-        place = Place((chunk.start + offsets)[None], chunk.known[None])
+        at = Positions((chunk.start + offsets)[None], chunk.known[None])
         view = CacheView(cache, chunk.row[None], chunk.start[None], KV_BLOCK)
-        return self._attend(config, dense, view, x, place, offsets < chunk.tokens)
+        return self._attend(config, dense, view, x, at, offsets < chunk.tokens)
 
     def experts(self, config: LayerConfig, dense: Leaves, experts: Weights, routed: Routed) -> jax.Array:
         """A prefill chunk from the router split to the end of the layer: `[1, t, d]`."""
@@ -200,10 +200,10 @@ class Functions:
         self, config: LayerConfig, weights: LayerWeights, cache: LayerCache, x: jax.Array, step: DecodeStep
     ) -> tuple[jax.Array, LayerCache]:
         """One layer of a decode step, `x [b, 1, d]`, with barriers at the router split."""
-        place = Place(step.positions[:, None], step.known)
+        at = Positions(step.positions[:, None], step.known)
         view = CacheView(cache, step.rows, step.positions, KV_BLOCK)
         active = step.positions >= 0
-        routed, cache = lax.optimization_barrier(self._attend(config, weights.dense, view, x, place, active))
+        routed, cache = lax.optimization_barrier(self._attend(config, weights.dense, view, x, at, active))
         if not isinstance(routed, Routed):
             return routed, cache
         assert weights.experts is not None and isinstance(config.feed_forward, MoEConfig)
@@ -213,14 +213,14 @@ class Functions:
         return lax.optimization_barrier(layer.combine(routed, lax.optimization_barrier(products))), cache
 
     def _attend(
-        self, config: LayerConfig, dense: Leaves, view: CacheView, x: jax.Array, place: Place, real: jax.Array
+        self, config: LayerConfig, dense: Leaves, view: CacheView, x: jax.Array, at: Positions, real: jax.Array
     ) -> tuple[Routed | jax.Array, LayerCache]:
         """`real` bool `[b * t]`: rows that are padding choose no expert."""
         layer = self._structure.layer(config, dense)
         if not isinstance(config.feed_forward, MoEConfig):
-            x, view = layer(x, place, view)
+            x, view = layer(x, at, view)
             return x, view.cache
-        x, view = layer.attend(x, place, view)
+        x, view = layer.attend(x, at, view)
         routed = layer.route(x)
         nobody = jnp.int32(config.feed_forward.num_experts)
         ids = jnp.where(real[:, None], routed.routing.ids, nobody)

@@ -41,10 +41,10 @@ class Uncached:
         return kernel.reference(q, k, v, scale, window), self
 
 
-class Place(NamedTuple):
-    """Where tokens stand: `positions` int32 `[b, t]`, and `length` int32 `[b]`, tokens in the sequence with them."""
+class Positions(NamedTuple):
+    """Where tokens stand, int32 `[b, t]`, and how many tokens each sequence has with them, int32 `[b]`."""
 
-    positions: jax.Array
+    tokens: jax.Array
     length: jax.Array
 
 
@@ -71,10 +71,10 @@ class Attention(nnx.Module):
                 for size, axis in zip(sizes, axes, strict=True)
             )
 
-    def __call__(self, x: jax.Array, place: Place, kv: Cache) -> tuple[jax.Array, Cache]:
+    def __call__(self, x: jax.Array, at: Positions, kv: Cache) -> tuple[jax.Array, Cache]:
         """`x [b, t, d]` -> attention output `[b, t, d]` in x's dtype, and the cache with these tokens in it."""
         config = self.config
-        cos, sin = rope.angles(config.rope, config.head_dim, place.positions, place.length)
+        cos, sin = rope.angles(config.rope, config.head_dim, at.tokens, at.length)
         q = rope.rotate(self._heads(self.q(x), self.q_norm, config.num_heads), cos, sin)
         k = rope.rotate(self._heads(self.k(x), self.k_norm, config.num_kv_heads), cos, sin)
         v = self._heads(self.v(x), None, config.num_kv_heads)

@@ -15,7 +15,7 @@ from flax import nnx
 
 from novalm_jax.config import LayerConfig, MLPConfig, ModelConfig
 from novalm_jax.kernels.linear import einsum
-from novalm_jax.models.attention import Attention, Cache, Place, Uncached
+from novalm_jax.models.attention import Attention, Cache, Positions, Uncached
 from novalm_jax.models.linear import GatedMLP, Linear
 from novalm_jax.models.moe import MoE, Routing
 from novalm_jax.models.norms import RMSNorm
@@ -46,17 +46,17 @@ class DecoderLayer(nnx.Module):
         else:
             self.feed_forward = MoE(size, inner, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: jax.Array, place: Place, kv: Cache) -> tuple[jax.Array, Cache]:
+    def __call__(self, x: jax.Array, at: Positions, kv: Cache) -> tuple[jax.Array, Cache]:
         """`x [b, t, d]` -> `[b, t, d]` and the cache that follows, with all weights at hand."""
-        x, kv = self.attend(x, place, kv)
+        x, kv = self.attend(x, at, kv)
         with jax.named_scope("feed_forward"):
             h = self.feed_forward_norm(x)
             return self.add(x, self.feed_forward(h.reshape(-1, h.shape[-1]))), kv
 
-    def attend(self, x: jax.Array, place: Place, kv: Cache) -> tuple[jax.Array, Cache]:
+    def attend(self, x: jax.Array, at: Positions, kv: Cache) -> tuple[jax.Array, Cache]:
         """The attention half of the layer."""
         with jax.named_scope("attention"):
-            out, kv = self.attention(self.attention_norm(x), place, kv)
+            out, kv = self.attention(self.attention_norm(x), at, kv)
             return self.add(x, out), kv
 
     def route(self, x: jax.Array) -> Routed:
@@ -115,10 +115,10 @@ class Decoder(nnx.Module):
         """int32 `tokens [b, t]` -> float32 logits `[b, t, v]`."""
         b, t = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None], (b, t))
-        place = Place(positions, jnp.full((b,), t, jnp.int32))
+        at = Positions(positions, jnp.full((b,), t, jnp.int32))
         x, kv = self.embed(tokens), Uncached()
         for layer in self.layers:
-            x, kv = layer(x, place, kv)
+            x, kv = layer(x, at, kv)
         return self.logits(x)
 
     def _untied_head(self, *, dtype: Any, rngs: nnx.Rngs) -> Linear:

@@ -34,7 +34,7 @@ from novalm_jax.kernels import attention as attention_kernel
 from novalm_jax.kernels import experts as expert_kernel
 from novalm_jax.kv.static import CacheView, LayerCache
 from novalm_jax.models import moe
-from novalm_jax.models.attention import Place
+from novalm_jax.models.attention import Positions
 from novalm_jax.models.decoder import Decoder, Routed
 from novalm_jax.models.families import FAMILIES
 from novalm_jax.models.params import LOGICAL_AXES, parameters_of
@@ -217,8 +217,8 @@ class Apart:
         return np.asarray(self._call("head", lambda o, x: structure.outer(o).logits(x[:, 0]), outer, x))
 
     def _attend(self, config: LayerConfig, dense: Any, cache: Any, x: Any, step: DecodeStep) -> Any:
-        place, view = Place(step.positions[:, None], step.known), CacheView(cache, step.rows, step.positions, KV_BLOCK)
-        return self._functions._attend(config, dense, view, x, place, step.positions >= 0)
+        at, view = Positions(step.positions[:, None], step.known), CacheView(cache, step.rows, step.positions, KV_BLOCK)
+        return self._functions._attend(config, dense, view, x, at, step.positions >= 0)
 
     def _experts(self, config: LayerConfig, layer: Any, routed: Routed) -> jax.Array:
         assert isinstance(config.feed_forward, MoEConfig)

@@ -27,7 +27,7 @@ from novalm_jax.kernels.experts import Weights
 from novalm_jax.kernels.linear import einsum
 from novalm_jax.kv.static import CacheView, LayerCache, cache_shape
 from novalm_jax.models import rope
-from novalm_jax.models.attention import Place, Uncached
+from novalm_jax.models.attention import Positions, Uncached
 from novalm_jax.models.decoder import Decoder, DecoderLayer
 from novalm_jax.models.linear import GatedMLP
 from novalm_jax.models.moe import MoE, choose
@@ -543,8 +543,8 @@ def test_the_residual_multiplier_scales_both_branches() -> None:
     randomise(layer)
     plain = DecoderLayer(tiny_layer(1.0), dtype=jnp.float32, rngs=nnx.Rngs(0))
     randomise(plain)
-    place = Place(jnp.arange(3)[None], jnp.full((1,), 3))
-    halves = [wide(module.attend(x, place, Uncached())[0]) - wide(x) for module in (layer, plain)]
+    at = Positions(jnp.arange(3)[None], jnp.full((1,), 3))
+    halves = [wide(module.attend(x, at, Uncached())[0]) - wide(x) for module in (layer, plain)]
     np.testing.assert_allclose(halves[0], 0.25 * halves[1], atol=1e-6)
 
 
