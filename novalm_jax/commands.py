@@ -5,12 +5,15 @@ Exit codes: 0, 2 for a mistake of the user's, 1 for a failure while running, 130
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import sys
 import textwrap
+import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 import tyro
@@ -38,9 +41,10 @@ def run_command(
     logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.WARNING)
     debug = "--debug" in (sys.argv[1:] if arguments is None else arguments)
     try:
-        parsed = tyro.cli(options, prog=program, args=arguments)
-        body(parsed)
-        sys.stdout.flush()
+        with _interrupts_arrive():
+            parsed = tyro.cli(options, prog=program, args=arguments, config=(tyro.conf.UseAppendAction,))
+            body(parsed)
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -54,6 +58,25 @@ def run_command(
         _explain(program, error)
         return 2 if isinstance(error, UserError) else 1
     return 0
+
+
+@contextmanager
+def _interrupts_arrive() -> Iterator[None]:
+    """Delivers Ctrl-C once more where Python had to drop it: in a destructor or a callback of the garbage collector,
+    such as JAX's, an exception cannot be raised."""
+    usual = sys.unraisablehook
+
+    def hook(dropped: sys.UnraisableHookArgs) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            threading.Timer(0.01, _thread.interrupt_main).start()
+        else:
+            usual(dropped)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = usual
 
 
 def _explain(program: str, error: Exception) -> None:

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import jax
 
 _log = logging.getLogger("novalm_jax")
 
+# The first comes with every program that is wanted, also where the second says that the cache had it.
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 
 
 def compile_program(
@@ -44,27 +47,40 @@ def program_bytes(program: jax.stages.Compiled) -> tuple[int, int]:
 
 
 class CompileCounter:
-    """Counts the programs this process compiles (or takes from the compilation cache), from JAX's own events."""
+    """Counts programs of this process from the time it is made on, from JAX's own events."""
 
-    _count = 0
-    _listening = False
+    _totals: ClassVar[Counter[str]] = Counter()
+    _listening: ClassVar[bool] = False
 
     def __init__(self) -> None:
         if not CompileCounter._listening:
             import jax
 
-            jax.monitoring.register_event_duration_secs_listener(CompileCounter._hear)
+            jax.monitoring.register_event_duration_secs_listener(CompileCounter._hear_duration)
+            jax.monitoring.register_event_listener(CompileCounter._hear)
             CompileCounter._listening = True
-        self._start = CompileCounter._count
+        self._start = Counter(CompileCounter._totals)
 
     @classmethod
-    def _hear(cls, event: str, duration_secs: float, **_: Any) -> None:
-        cls._count += event == _COMPILE_EVENT
+    def _hear(cls, event: str, **_: Any) -> None:
+        cls._totals[event] += 1
+
+    @classmethod
+    def _hear_duration(cls, event: str, duration_secs: float, **_: Any) -> None:
+        cls._totals[event] += 1
 
     @property
-    def count(self) -> int:
-        """Programs since this counter was made."""
-        return CompileCounter._count - self._start
+    def compiled(self) -> int:
+        """Programs that were compiled."""
+        return self._since(_COMPILE_EVENT) - self.from_cache
+
+    @property
+    def from_cache(self) -> int:
+        """Programs that were taken from the compilation cache."""
+        return self._since(_CACHE_HIT_EVENT)
+
+    def _since(self, event: str) -> int:
+        return CompileCounter._totals[event] - self._start[event]
 
 
 def enable_compilation_cache(folder: Path) -> None:

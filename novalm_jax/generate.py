@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from novalm_jax.commands import run_command
-from novalm_jax.errors import OptionError
+from novalm_jax.errors import OptionError, RequestError
 from novalm_jax.options import EngineOptions, SamplingParams
 
 if TYPE_CHECKING:
@@ -28,19 +28,19 @@ class GenerateOptions:
     """Generate text with a language model."""
 
     model: Path | None = None
-    """Folder of a Hugging Face checkpoint, the one that holds config.json (default: the model in this package)."""
-    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Folder of a Hugging Face checkpoint, the one that holds config.json. None: the model in this package."""
+    prompt: tuple[str, ...] = ()
     """Text to go on from; - reads it from stdin."""
-    prompt_file: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
-    """File that holds a prompt; - for stdin."""
+    prompt_file: tuple[Path, ...] = ()
+    """File that holds one prompt, in UTF-8; - for stdin. A newline at its end is not part of the prompt."""
     chat: bool = False
     """Treat each prompt as a user's message, in the checkpoint's chat template."""
     system: str | None = None
     """System message of the chat."""
     interactive: bool = False
-    """Read prompts from the terminal until it ends; with --chat, one conversation."""
+    """Read prompts from the terminal, a line each, until it ends; with --chat, one conversation."""
     json: bool = False
-    """Write one JSON object a line for each completion, and no text."""
+    """Write one JSON object a line for each completion, in place of its bare text."""
     report: bool = False
     """Print at the end what was used, on stderr."""
     debug: bool = False
@@ -75,19 +75,30 @@ def _prompts(options: GenerateOptions) -> list[str]:
     Raises:
       OptionError: none, a file that cannot be read, or options that contradict each other.
     """
-    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in options.prompt]
-    for path in options.prompt_file:
-        try:
-            prompts.append(sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"--prompt-file {path} cannot be read as text: {error}.") from None
-    if options.interactive and prompts:
-        raise OptionError("--interactive reads prompts from the terminal; leave out --prompt and --prompt-file.")
-    if not options.interactive and not prompts:
+    if options.interactive and (options.prompt or options.prompt_file or options.json or options.sampling.n > 1):
+        raise OptionError(
+            "--interactive reads prompts from the terminal and writes one text for each; leave out --prompt, "
+            "--prompt-file, --json and --n."
+        )
+    if not options.interactive and not options.prompt and not options.prompt_file:
         raise OptionError('There is nothing to go on from: give --prompt "...", --prompt-file FILE or --interactive.')
     if options.system is not None and not options.chat:
         raise OptionError("--system is a message of a chat; add --chat.")
-    return prompts
+    if options.sampling.logprobs is not None and not options.json:
+        raise OptionError("--logprobs shows in JSON only; add --json.")
+    given = [_read(Path("-"), "--prompt -") if prompt == "-" else prompt for prompt in options.prompt]
+    return given + [_read(path, f"--prompt-file {path}") for path in options.prompt_file]
+
+
+def _read(path: Path, option: str) -> str:
+    """The text of a file or, for "-", of stdin, less the newline that editors and shells end it with."""
+    try:
+        stored = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        return stored.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except OSError as error:
+        raise OptionError(f"{option} cannot be read: {error.strerror or error}.") from None
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{option} is not text in UTF-8: {error.reason} at byte {error.start}.") from None
 
 
 def _as_chat(llm: LLM, options: GenerateOptions, prompt: str) -> list[int]:
@@ -101,61 +112,67 @@ def _system(options: GenerateOptions) -> list[dict[str, Any]]:
 def _complete(llm: LLM, options: GenerateOptions, prompts: Sequence[str | list[int]]) -> None:
     """Completions in order, an empty line between them; all of them run together."""
     clock = _Clock()
-    for number, text in enumerate(llm.streams(prompts, options.sampling)):
-        if number and not options.json:
-            print()
-        try:
-            _write(text, clock, quiet=options.json)
-        finally:
-            # Also on Ctrl-C: what there is of the completion is its result.
+    texts = llm.streams(prompts, options.sampling)
+    try:
+        for number, text in enumerate(texts):
+            if number and not options.json:
+                print()
+            _show(text, prompts, options)
+    except KeyboardInterrupt:
+        # What there is counts: the rest of the text in hand and, as records, of all that have begun.
+        for text in texts:
             text.close()
-            _write(text, clock, quiet=options.json)
-            clock.count(len(text.completion.token_ids))
-            if options.json:
-                record = _record(prompts[text.completion.index], text)
-                print(json.dumps(record, ensure_ascii=False), flush=True)
-            else:
-                print(flush=True)
-    clock.tell()
+        begun = [text for text in texts[number:] if text.completion.token_ids]
+        for text in begun if options.json else begun[:1]:
+            _show(text, prompts, options)
+        clock.tell(texts)
+        raise
+    clock.tell(texts)
 
 
-def _write(text: TextIterator, clock: _Clock, *, quiet: bool) -> None:
-    """The pieces of one text, as they come."""
+def _show(text: TextIterator, prompts: Sequence[str | list[int]], options: GenerateOptions) -> None:
+    """One completion: its pieces as they come, or its record once it is there."""
     for piece in text:
-        clock.first()
-        if not quiet:
+        if not options.json:
             print(piece, end="", flush=True)
-
-
-def _record(prompt: str | list[int], text: TextIterator) -> dict[str, Any]:
-    completion = asdict(text.completion)
-    return ({"prompt": prompt} if isinstance(prompt, str) else {}) | completion
+    if options.json:
+        prompt = prompts[text.completion.index]
+        record = ({"prompt": prompt} if isinstance(prompt, str) else {}) | asdict(text.completion)
+        print(json.dumps(record, ensure_ascii=False), flush=True)
+    else:
+        print(flush=True)
 
 
 def _converse(llm: LLM, options: GenerateOptions) -> None:
-    """Prompts from the terminal, one line each, until it ends."""
+    """Prompts from the terminal, one line each, until it ends. A prompt that cannot be served is not the end."""
     messages = _system(options)
     for line in _lines():
         clock = _Clock()
-        if options.chat:
-            messages.append({"role": "user", "content": line})
-        text = llm.stream(llm.tokenizer.encode_chat(messages) if options.chat else line, options.sampling)
-        _write(text, clock, quiet=False)
-        clock.count(len(text.completion.token_ids))
-        messages.append({"role": "assistant", "content": text.completion.text})
-        print(flush=True)
-        clock.tell()
+        turn = [*messages, {"role": "user", "content": line}]
+        try:
+            text = llm.stream(llm.tokenizer.encode_chat(turn) if options.chat else line, options.sampling)
+        except RequestError as error:
+            print(error, file=sys.stderr)
+            continue
+        _show(text, [line], options)
+        clock.tell([text])
+        messages = [*turn, {"role": "assistant", "content": text.completion.text}]
 
 
 def _lines() -> Iterator[str]:
+    """Lines from stdin that hold something; a prompt sign asks for them on a terminal."""
+    asking = sys.stdin.isatty()
     while True:
-        if sys.stdin.isatty():
+        if asking:
             print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        line = sys.stdin.buffer.readline()
         if not line:
+            if asking:
+                print(file=sys.stderr)
             return
-        if line.strip():
-            yield line.rstrip("\n")
+        text = line.decode("utf-8", errors="replace").rstrip("\r\n")
+        if text.strip():
+            yield text
 
 
 class _Clock:
@@ -163,24 +180,19 @@ class _Clock:
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
-        self._first: float | None = None
-        self._tokens = 0
 
-    def first(self) -> None:
-        """The first text is there; later calls change nothing."""
-        if self._first is None:
-            self._first = time.perf_counter()
-
-    def count(self, tokens: int) -> None:
-        """So many tokens were generated."""
-        self._tokens += tokens
-
-    def tell(self) -> None:
-        """Prints both figures on stderr."""
-        end = time.perf_counter()
-        first = self._first or end
-        rate = f", {(self._tokens - 1) / (end - first):.1f} tokens/s after it" if self._tokens > 1 else ""
-        print(f"{self._tokens} tokens, the first after {first - self._start:.2f} s{rate}", file=sys.stderr)
+    def tell(self, texts: Sequence[TextIterator]) -> None:
+        """Prints both figures, over all of these texts, on stderr."""
+        tokens = sum(text.token_count for text in texts)
+        times = [text.token_times for text in texts if text.token_times is not None]
+        if not times:
+            print("0 tokens", file=sys.stderr)
+            return
+        first, last = min(first for first, _ in times), max(last for _, last in times)
+        figures = f"{tokens} tokens, the first after {first - self._start:.2f} s"
+        if last > first:
+            figures += f", {(tokens - 1) / (last - first):.1f} tokens/s after it"
+        print(figures, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None
-    """Most tokens to generate (default: up to the context length)."""
+    """Most tokens to generate. None: as many as the context holds."""
     min_tokens: int = 0
     """End tokens are ruled out until this many tokens are generated."""
     temperature: float | None = None
@@ -69,6 +69,8 @@ class SamplingParams:
         self._whole("n", 1)
         self._whole("logprobs", 0, MAX_LOGPROBS)
         self._whole("seed", -(2**63), 2**63 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens: {self.min_tokens} is more than max_tokens, which is {self.max_tokens}.")
         self._real("temperature", 0.0)
         self._real("top_p", 0.0, 1.0)
         self._real("min_p", 0.0, 1.0)

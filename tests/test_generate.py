@@ -55,6 +55,12 @@ def environment(**more: str) -> Mapping[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **more}
 
 
+def give(monkeypatch: pytest.MonkeyPatch, text: str | bytes) -> None:
+    """Makes `text` what stdin holds."""
+    stored = text if isinstance(text, bytes) else text.encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stored), encoding="ascii"))
+
+
 def finished(arguments: list[str], stdin: str = "", **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         arguments, input=stdin, capture_output=True, encoding="utf-8", timeout=PATIENCE, env=environment(**more)
@@ -74,14 +80,14 @@ def test_the_text_goes_to_stdout_and_figures_to_stderr(model, capsys):
 def test_several_prompts_come_in_order_with_an_empty_line_between(model, capsys, tmp_path, monkeypatch):
     file = tmp_path / "prompt.txt"
     file.write_text("H", encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a"))
+    give(monkeypatch, "a")
     options = ["--prompt", "-", "--prompt", "Hel", "--prompt-file", str(file), "--max-tokens", "2"]
     assert run(["--model", model, *options]) == 0
     assert capsys.readouterr().out == "bc\n\no \n\nel\n"
 
 
 def test_a_prompt_file_can_be_stdin(model, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a"))
+    give(monkeypatch, "a")
     assert run(["--model", model, "--prompt-file", "-"]) == 0
     assert capsys.readouterr().out == "bc\n"
 
@@ -108,7 +114,7 @@ def test_an_interactive_chat_is_one_conversation(model, capsys, monkeypatch):
         return encode_chat(self, messages, **options)
 
     monkeypatch.setattr(Tokenizer, "encode_chat", spy)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("first\n\n  \nsecond\n"))
+    give(monkeypatch, "first\n\n  \nsecond\n")
     assert run(["--model", model, "--interactive", "--chat", "--system", "S", "--max-tokens", "5"]) == 0
     out = capsys.readouterr().out
     assert out == "k\nk\n"
@@ -121,7 +127,7 @@ def test_an_interactive_chat_is_one_conversation(model, capsys, monkeypatch):
 
 
 def test_interactive_completions_stand_alone(model, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("H\na\n"))
+    give(monkeypatch, "H\na\n")
     assert run(["--model", model, "--interactive"]) == 0
     assert capsys.readouterr().out == "elo wé日!\nbc\n"
 
@@ -322,7 +328,8 @@ setattr(holder, name, interrupted)
 sys.exit(main(["--model", {model!r}, "--prompt", "0", "--ignore-eos"]))
 """
     done = finished([sys.executable, "-c", program])
-    assert (done.returncode, done.stdout.strip(), done.stderr.strip()) == (130, "", "here")
+    said = [line for line in done.stderr.split("\n") if line]
+    assert (done.returncode, done.stdout.strip(), said[0], said[1:] in ([], ["0 tokens"])) == (130, "", "here", True)
 
 
 def test_help_does_no_work():
@@ -396,3 +403,77 @@ def test_nothing_is_logged_where_nothing_is_wrong(model, caplog, capsys):
     with caplog.at_level(logging.WARNING, "novalm_jax"):
         assert run(["--model", model, "--prompt", "a", "--context-length", "128"]) == 0
     assert caplog.records == []
+
+
+def test_an_interrupt_that_python_had_to_drop_arrives_after_all(model):
+    """An exception cannot leave a destructor: Python prints it and goes on."""
+    program = f"""
+import os, signal, sys
+from novalm_jax.engine.executor import Executor
+from novalm_jax.generate import main
+
+class Doomed:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(10):
+            pass
+
+prefill = Executor.prefill
+
+def interrupted(self, *arguments):
+    del Doomed.alive
+    return prefill(self, *arguments)
+
+Doomed.alive = Doomed()
+Executor.prefill = interrupted
+sys.exit(main(["--model", {model!r}, "--prompt", "0", "--ignore-eos", "--n", "64", "--max-tokens", "250"]))
+"""
+    assert finished([sys.executable, "-c", program]).returncode == 130
+
+
+@pytest.mark.parametrize("ending", ["", "\n", "\r\n"])
+def test_a_newline_that_ends_a_file_is_not_part_of_the_prompt(model, tmp_path, capsys, ending):
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(f"a{ending}".encode())
+    assert main(["--model", str(model), "--prompt-file", str(path), "--json", "--max-tokens", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "a"
+
+
+def test_stdin_is_utf_8_whatever_the_locale_says(model, capsys, monkeypatch):
+    give(monkeypatch, "ü日")
+    assert main(["--model", str(model), "--prompt", "-", "--json", "--max-tokens", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "ü日"
+
+
+def test_bytes_that_are_not_utf_8_are_refused(model, capsys, monkeypatch):
+    give(monkeypatch, b"a\xff")
+    assert main(["--model", str(model), "--prompt", "-"]) == 2
+    assert "--prompt - is not text in UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--interactive", "--json"], "--json"),
+        (["--interactive", "--n", "2"], "--n"),
+        (["--prompt", "a", "--logprobs", "1"], "--json"),
+        (["--prompt", "a", "--min-tokens", "3", "--max-tokens", "2"], "min_tokens"),
+    ],
+)
+def test_options_without_an_effect_are_refused(model, capsys, options, said):
+    assert main(["--model", str(model), *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_interactive_prompt_that_cannot_be_served_is_not_the_end(model, capsys, monkeypatch):
+    give(monkeypatch, f"{'a' * 5000}\nH\n")
+    options = ["--interactive", "--max-tokens", "3", "--context-length", "256"]
+    assert main(["--model", str(model), *options]) == 0
+    out, err = capsys.readouterr()
+    assert out == "elo\n"
+    assert "5000 tokens" in err
+
+
+def test_stops_may_be_given_one_by_one(model, capsys):
+    assert main(["--model", str(model), "--prompt", "H", "--stop", "l", "--stop", "zz"]) == 0
+    assert capsys.readouterr().out == "e\n"

@@ -38,7 +38,7 @@ def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands(command: str, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("A file's prompt")
+    (tmp_path / "prompt.txt").write_text("A file's prompt")
     command = command.replace(PLACEHOLDER, shlex.quote(str(model))).replace("python", shlex.quote(sys.executable), 1)
     result = run(["bash", "-c", command], tmp_path)
     assert result.returncode == 0, result.stderr

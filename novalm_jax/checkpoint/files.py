@@ -168,7 +168,8 @@ def _names_in(folder: Path) -> list[str]:
         raise CheckpointError(f"{folder} is not a folder. Give the folder that holds config.json{where}.") from None
     except FileNotFoundError:
         raise CheckpointError(
-            f"There is no folder {folder}. Give the folder of a downloaded checkpoint, the one that holds config.json."
+            f"There is no folder {folder}. Give the folder of a downloaded checkpoint, the one that holds config.json; "
+            "models are not downloaded by name."
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(unreadable(folder, error)) from error

@@ -212,7 +212,8 @@ class LLM:
             prompt_tokens=engine.prompt_tokens,
             generated_tokens=engine.generated_tokens,
             launches=self._executor.launches,
-            programs_compiled=self._compiles.count,
+            programs_compiled=self._compiles.compiled,
+            programs_from_cache=self._compiles.from_cache,
             kernels={"experts": "xla", "attention": "xla"},
             device_table=dict(placement.plan.parts),
             ignored_tensors=self._checkpoint.weights.ignored,
@@ -222,6 +223,9 @@ class LLM:
     def close(self) -> None:
         """Ends what is running and frees the device's memory. Closing twice is fine."""
         self._engine.close()
+
+    def __repr__(self) -> str:
+        return f"<LLM {self._checkpoint.folder.name} ({self.config.model_type}, {self.options.dtype})>"
 
     def __enter__(self) -> LLM:
         return self
@@ -235,6 +239,11 @@ class LLM:
         """One request for each choice of each prompt, all checked before any is queued."""
         listed = _listed(prompts)
         sampling = SamplingParams() if sampling is None else sampling
+        for one in [sampling] if not isinstance(sampling, list | tuple) else sampling:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(
+                    f"sampling: expected SamplingParams, or a list with one for each prompt, got {one!r}."
+                )
         params = [sampling] * len(listed) if isinstance(sampling, SamplingParams) else list(sampling)
         if len(params) != len(listed):
             raise RequestError(f"sampling: there are {len(params)} for {len(listed)} prompts; give one, or one each.")
@@ -333,6 +342,16 @@ class TextIterator(Iterator[str]):
         if self._request.finish_reason is None:
             raise EngineError("The completion is not finished; read its text to the end, or close the stream, first.")
         return self._request.completion()
+
+    @property
+    def token_count(self) -> int:
+        """Tokens generated so far."""
+        return len(self._request.token_ids)
+
+    @property
+    def token_times(self) -> tuple[float, float] | None:
+        """When the first and the latest token were chosen, on `time.perf_counter`'s clock; None before the first."""
+        return self._request.token_times
 
     def close(self) -> None:
         """Ends the request where it is."""

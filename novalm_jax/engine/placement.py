@@ -16,7 +16,7 @@ from novalm_jax.engine.sampler import Sampler
 from novalm_jax.errors import OptionError
 from novalm_jax.experts.memory_plan import MemoryPlan
 from novalm_jax.options import EngineOptions
-from novalm_jax.units import parse_size
+from novalm_jax.units import format_size, parse_size
 
 _log = logging.getLogger("novalm_jax")
 
@@ -75,8 +75,10 @@ def place(checkpoint: Checkpoint, options: EngineOptions) -> Placement:
         context, programs, plan = sizes.longest(wanted, budgets.device)
     else:
         context, (programs, plan) = wanted, sizes.of(wanted)
-    what = f"{name} in {options.dtype} with {context} tokens of context for {options.max_batch} requests at a time"
-    plan.require(budgets.device, what)
+    shortest = "the shortest context, " if options.context_length == "auto" else ""
+    requests = "one request" if options.max_batch == 1 else f"{options.max_batch} requests"
+    what = f"{name} in {options.dtype}, with {shortest}{context} tokens, for {requests} at a time"
+    plan.require(budgets.device, what, _advice(options, context))
     if context < wanted:
         _log.warning("%s: the context is cut from %d to %d tokens to fit device_memory", name, wanted, context)
     return Placement(budgets, plan, context, programs)
@@ -126,6 +128,18 @@ class _Sizes:
         return {**programs.weight_bytes, "KV cache": programs.cache_bytes, "sampler": self._sampler_bytes}
 
 
+def _advice(options: EngineOptions, context: int) -> list[str]:
+    """What would take less memory than these options with this context do."""
+    advice = ["more device_memory"]
+    if context > KV_BLOCK:
+        advice.append("a shorter context_length")
+    if options.max_batch > 1:
+        advice.append("a smaller max_batch")
+    if options.dtype == "float32":
+        advice.append("dtype bfloat16")
+    return advice
+
+
 def _wanted_context(options: EngineOptions, longest: int, name: str) -> int:
     if options.max_batch > DECODE_ROWS[-1]:
         raise OptionError(f"max_batch: {options.max_batch} is more than {DECODE_ROWS[-1]}, the most that run together.")
@@ -144,5 +158,5 @@ def _budget(name: str, size: str | int, memory: int) -> int:
         return int(memory * AUTO_SHARE)
     asked = parse_size(size, total=memory, name=name)
     if asked > memory:
-        _log.warning("%s: %s is more than the %d bytes there are; those are the budget", name, size, memory)
+        _log.warning("%s: %s is more than the %s there is, which is the budget then", name, size, format_size(memory))
     return min(asked, memory)

@@ -44,6 +44,7 @@ class Report:
     generated_tokens: int = 0
     launches: int = 0
     programs_compiled: int = 0
+    programs_from_cache: int = 0
     policy: str = "resident"
     kernels: dict[str, str] = field(default_factory=dict)
     device_table: dict[str, int] = field(default_factory=dict)
@@ -57,7 +58,10 @@ class Report:
 
     def rows(self) -> list[tuple[str, str]]:
         """(name, value) of every figure, as people read them."""
-        return [(name.replace("_bytes", "").replace("_", " "), _readable(name, value)) for name, value in self._flat()]
+        return [
+            (name.removesuffix("_bytes").removesuffix("_seconds").replace("_", " "), _readable(name, value))
+            for name, value in self._flat()
+        ]
 
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.rows())

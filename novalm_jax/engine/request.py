@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -53,6 +54,8 @@ class Request:
     logprobs: Logprobs = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    token_times: tuple[float, float] | None = None
+    """When the first and the latest token were chosen, on `time.perf_counter`'s clock."""
     error: Exception | None = None
     dropped: bool = False
     """Nobody waits for it any more; may be set at any time, from any thread."""
@@ -75,6 +78,8 @@ class Request:
 
     def accept(self, token: int, logprobs: dict[int, float] | None) -> None:
         """Takes the next token, and ends where it, the text, or the number of tokens says so."""
+        now = time.perf_counter()
+        self.token_times = (self.token_times[0] if self.token_times else now, now)
         self.token_ids.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)

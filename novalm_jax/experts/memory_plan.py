@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from novalm_jax.errors import BudgetError
@@ -24,19 +24,18 @@ class MemoryPlan:
         """Whether the peak stays within `budget` bytes."""
         return self.device_bytes <= budget
 
-    def require(self, budget: int, what: str) -> None:
-        """Refuses a budget below the peak.
+    def require(self, budget: int, what: str, advice: Sequence[str]) -> None:
+        """Refuses a budget below the peak; `what` names the model, `advice` says what would take less.
 
         Raises:
-          BudgetError: carries what is needed, part by part; `what` names the model.
+          BudgetError: carries what is needed, part by part.
         """
         if self.fits(budget):
             return
         table = ", ".join(f"{name} {format_size(size)}" for name, size in self.parts.items())
         raise BudgetError(
             f"{what} needs {self.device_bytes} bytes ({format_size(self.device_bytes)}) of device memory at least, and "
-            f"device_memory allows {budget} ({format_size(budget)}): {table}. Give more device_memory, a shorter "
-            "context_length, a smaller max_batch, or dtype bfloat16 in place of float32.",
+            f"device_memory allows {budget} ({format_size(budget)}): {table}. Give {' or '.join(advice)}.",
             least_bytes=self.device_bytes,
             table=self.parts,
         )
