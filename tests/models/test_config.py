@@ -480,3 +480,18 @@ def test_the_original_context_comes_from_the_outside_first_and_the_models_own_la
 def test_yarn_attention_factors(more: dict[str, Any], expected: float) -> None:
     rope = rope_of(rope_scaling={"rope_type": "yarn", "factor": 4.0, **more})
     assert rope.attention_factor == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        (None, 128),
+        ({"rope_type": "linear", "factor": 4.0}, 128),
+        ({"rope_type": "dynamic", "factor": 4.0}, 512),
+        ({"rope_type": "yarn", "factor": 4.0}, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+    ],
+)
+def test_the_context_reaches_as_far_as_the_rotary_embedding_is_stretched(scaling, context) -> None:
+    assert read_config(stored("llama", max_position_embeddings=128, rope_scaling=scaling)).context_length == context

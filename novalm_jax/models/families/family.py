@@ -12,7 +12,7 @@ from typing import Any, Final, get_args, get_type_hints
 
 from novalm_jax.config import ModelConfig, Traits, build_config
 from novalm_jax.errors import ConfigError
-from novalm_jax.models.families.rope import ROPE_FIELDS, read_rope
+from novalm_jax.models.families.rope import ROPE_FIELDS, read_rope, stretched_context
 
 REQUIRED: Final = object()
 """Marks a field that a configuration must have: no default would be a safe guess."""
@@ -108,6 +108,7 @@ class Family:
         if problems:
             raise ConfigError(f"config.json ({self.model_type}): {'; '.join(problems)}.")
         values["rope"] = read_rope(stored, self.rope_theta, context_length=values["context_length"])
+        values["context_length"] = stretched_context(values["rope"], values["context_length"])
         return build_config(self.model_type, Traits(**values))
 
     def _with_own_names(self, stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,6 +56,19 @@ def read_rope(stored: Mapping[str, Any], default_theta: float, *, context_length
     return RopeConfig(theta=float(outside["rope_theta"] or default_theta), kind=kind, original_context=original, **rope)
 
 
+def stretched_context(rope: RopeConfig, context_length: int) -> int:
+    """Tokens of context that the model reaches with this rotary embedding.
+
+    Dynamic scaling begins where `max_position_embeddings` ends, and goes on to its factor times that. For YaRN writers
+    put the stretched length there, or leave the original one. The other kinds leave no doubt: it is as written.
+    """
+    if rope.kind == "dynamic":
+        return int(context_length * rope.factor)
+    if rope.kind == "yarn":
+        return max(context_length, int(rope.original_context * rope.factor))
+    return context_length
+
+
 def _merged(stored: Mapping[str, Any]) -> dict[str, Any]:
     """One dictionary from both dialects; where both speak they must agree."""
     nested = stored.get("rope_parameters") or {}
