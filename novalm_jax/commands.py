@@ -6,6 +6,7 @@ Exit codes: 0, 2 for a mistake of the user's, 1 for a failure while running, 130
 from __future__ import annotations
 
 import _thread
+import io
 import logging
 import os
 import sys
@@ -18,7 +19,7 @@ from typing import Protocol, TypeVar
 
 import tyro
 
-from novalm_jax.errors import NovaError, UserError
+from novalm_jax.errors import NovaError, OptionError, UserError
 
 
 class Debuggable(Protocol):
@@ -39,10 +40,15 @@ def run_command(
     Errors of this package become one paragraph on stderr; --debug shows where they came from.
     """
     logging.basicConfig(format="%(message)s", stream=sys.stderr, level=logging.WARNING)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Text is never lost to a terminal that cannot show a character of it.
+        sys.stdout.reconfigure(errors="backslashreplace")
     debug = "--debug" in (sys.argv[1:] if arguments is None else arguments)
     try:
         with _interrupts_arrive():
             parsed = tyro.cli(options, prog=program, args=arguments, config=(tyro.conf.UseAppendAction,))
+            if sys.stdin is None or sys.stdout is None:
+                raise OptionError("stdin and stdout must be open; redirect them to /dev/null instead of closing them.")
             body(parsed)
             sys.stdout.flush()
     except KeyboardInterrupt:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -35,9 +34,9 @@ class Engine:
         self._executor = executor
         self._sampler = sampler
         self._lock = threading.RLock()
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
-        self._free_rows = list(range(executor.rows))
+        # In the order of arrival. One list and rows derived from it: an interrupt can come between any two
+        # instructions, and must find no request or row between two places.
+        self._requests: list[Request] = []
         self._closed = False
         self.prompt_tokens = 0
         self.generated_tokens = 0
@@ -51,7 +50,7 @@ class Engine:
         """
         with self._lock:
             self._check_open()
-            self._waiting.extend(requests)
+            self._requests = [*self._requests, *requests]
 
     def run_until_ended(self, request: Request) -> None:
         """Steps until `request` has ended.
@@ -73,6 +72,8 @@ class Engine:
         except EngineError:
             if self._closed or request.ended:
                 raise
+        if not request.ended and request not in self._requests:
+            raise EngineError("The request is unknown here; it was submitted to another LLM, or not at all.")
 
     def abort(self, requests: Sequence[Request]) -> None:
         """Ends those that still run; their rows are free from the next step on."""
@@ -109,26 +110,22 @@ class Engine:
         """
         with self._lock:
             self._check_open()
-            while not self._free_rows:
+            while not self._free_rows():
                 self.step()
-            row = self._free_rows.pop()
             try:
-                yield row
+                yield self._free_rows()[0]
             except BaseException as error:
                 self._fail(error)
                 raise
-            finally:
-                self._free_rows.append(row)
 
     def close(self) -> None:
         """Ends all requests and frees the device's memory. Closing twice is fine."""
         with self._lock:
             if not self._closed:
                 self._closed = True
-                for request in (*self._waiting, *self._running):
+                for request in self._requests:
                     request.finish("abort")
-                self._waiting.clear()
-                self._running.clear()
+                self._requests = []
                 self._executor.close()
                 self._sampler.close()
 
@@ -136,22 +133,29 @@ class Engine:
         if self._closed:
             raise EngineError("This LLM is closed; make a new one.")
 
+    def _running(self) -> list[Request]:
+        return [request for request in self._requests if request.row is not None]
+
+    def _free_rows(self) -> list[int]:
+        taken = {request.row for request in self._requests}
+        return [row for row in range(self._executor.rows) if row not in taken]
+
     def _admit(self) -> None:
-        while self._waiting and self._free_rows:
-            request = self._waiting.popleft()
-            if request.finish_reason is not None or request.dropped:
-                continue
-            request.row = self._free_rows.pop()
-            self._running.append(request)
+        for request in [request for request in self._requests if request.row is None]:
+            free = self._free_rows()
+            if not free:
+                return
+            request.row = free[0]
             if not greedy_suffices(request.sampling):
                 self._sampler.admit(request.row, request.sampling, request.prompt_ids, sorted(request.end_ids))
             start = time.perf_counter()
             decoded = self._executor.prefill(request.row, request.prompt_ids)
             self.prompt_tokens += len(request.prompt_ids)
             self._accept([request], decoded, start)
+            self._release()
 
     def _decode(self) -> None:
-        running = [request for request in self._running if request.finish_reason is None]
+        running = self._running()
         if running:
             start = time.perf_counter()
             lengths = [request.length for request in running]
@@ -178,17 +182,15 @@ class Engine:
             self.generated_tokens += 1
 
     def _release(self) -> None:
-        """Gives back the rows of requests that ended."""
-        for request in self._running:
+        """Lets go of requests that ended or that nobody waits for, and so of their rows."""
+        for request in self._requests:
             if request.dropped:
                 request.finish("abort")
-        for request in [request for request in self._running if request.finish_reason is not None]:
-            self._running.remove(request)
-            self._free_rows.append(_row(request))
-            request.row = None
+        self._requests = [request for request in self._requests if request.finish_reason is None]
 
     def _fail(self, error: BaseException) -> None:
-        for request in self._running:
+        """Ends what runs: its rows are lost with the caches."""
+        for request in self._running():
             if request.finish_reason is None:
                 request.error = error if isinstance(error, Exception) else None
                 request.finish("abort")

@@ -41,6 +41,7 @@ class Executor:
     def __init__(self, model: Decoder, programs: Programs):
         self._programs = programs
         self._layers = model.config.layers
+        self._vocab_size = model.config.vocab_size
         self._weights: ModelWeights = Structure.take_apart(model)
         self._caches = list(programs.new_caches())
         shapes = programs.shapes
@@ -55,21 +56,24 @@ class Executor:
         Returns:
           What follows its last token, as the first of some equal rows.
         """
-        for x, count, bucket in self._chunks(row, tokens, len(tokens)):
-            last = x, count, bucket
-        x, count, bucket = last
-        return self._run(self._programs.head(bucket), self._weights.outer, x, np.int32(count - 1))
+        *earlier, last = range(0, len(tokens), self._prefill_rows[-1])
+        for begin in earlier:
+            self._run_chunk(row, tokens, begin, len(tokens))
+        x, count = self._run_chunk(row, tokens, last, len(tokens))
+        return self._run(self._programs.head(x.shape[1]), self._weights.outer, x, np.int32(count - 1))
 
     def prefill_logits(self, row: int, tokens: Sequence[int], known: int) -> np.ndarray:
         """As `prefill`, for a sequence of which `known` tokens are known, but returns the logits of all tokens of the
-        prompt: float32 `[t, v]`, on the host."""
-        parts = []
-        for x, count, bucket in self._chunks(row, tokens, known):
-            head = self._programs.head_of_block(bucket)
-            for begin in range(0, count, HEAD_BLOCK):
-                logits = self._run(head, self._weights.outer, x, np.int32(begin))
-                parts.append(np.asarray(logits)[: count - begin])
-        return np.concatenate(parts)
+        prompt: float32 `[t, v]`, brought to the host block by block."""
+        out = np.empty((len(tokens), self._vocab_size), np.float32)
+        for begin in range(0, len(tokens), self._prefill_rows[-1]):
+            x, count = self._run_chunk(row, tokens, begin, known)
+            head = self._programs.head_of_block(x.shape[1])
+            for at in range(0, count, HEAD_BLOCK):
+                block = out[begin + at : begin + min(at + HEAD_BLOCK, count)]
+                block[:] = np.asarray(self._run(head, self._weights.outer, x, np.int32(at)))[: len(block)]
+            del x
+        return out
 
     def decode(
         self, tokens: Sequence[int], rows: Sequence[int], positions: Sequence[int], known: Sequence[int]
@@ -93,27 +97,20 @@ class Executor:
             leaf.delete()
         self._weights, self._caches = ModelWeights((), ()), []
 
-    def _chunks(self, row: int, tokens: Sequence[int], known: int) -> Iterator[tuple[jax.Array, int, int]]:
-        """Runs a prompt through all layers, yielding each chunk's hidden states `[1, t, d]`, tokens in it, and t."""
-        largest = self._prefill_rows[-1]
-        for begin in range(0, len(tokens), largest):
-            part = np.asarray(tokens[begin : begin + largest], np.int32)
-            bucket = next(size for size in self._prefill_rows if size >= len(part))
-            chunk = PrefillChunk(np.int32(row), np.int32(begin), np.int32(len(part)), np.int32(known))
-            padded = np.pad(part, (0, bucket - len(part)))
-            x = self._run(self._programs.embed(bucket), self._weights.outer, padded)
-            with self._caches_in_use():
-                for i in range(len(self._layers)):
-                    x = self._prefill_layer(i, x, chunk, bucket)
-            yield x, len(part), bucket
-
-    def _prefill_layer(self, i: int, x: jax.Array, chunk: PrefillChunk, bucket: int) -> jax.Array:
-        config, weights = self._layers[i], self._weights.layers[i]
-        attend = self._programs.attend(config, bucket)
-        routed, self._caches[i] = self._run(attend, weights.dense, self._caches[i], x, chunk)
-        if not isinstance(routed, Routed):
-            return routed
-        return self._run(self._programs.experts(config, bucket), weights.dense, weights.experts, routed)
+    def _run_chunk(self, row: int, tokens: Sequence[int], begin: int, known: int) -> tuple[jax.Array, int]:
+        """Runs the chunk from `begin` on through all layers: its hidden states `[1, t, d]`, and how many are real."""
+        part = np.asarray(tokens[begin : begin + self._prefill_rows[-1]], np.int32)
+        bucket = next(size for size in self._prefill_rows if size >= len(part))
+        chunk = PrefillChunk(np.int32(row), np.int32(begin), np.int32(len(part)), np.int32(known))
+        x = self._run(self._programs.embed(bucket), self._weights.outer, np.pad(part, (0, bucket - len(part))))
+        with self._caches_in_use():
+            for i, (config, weights) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
+                attend = self._programs.attend(config, bucket)
+                # One name for all states of the layer: each is let go of as soon as the next one is there.
+                x, self._caches[i] = self._run(attend, weights.dense, self._caches[i], x, chunk)
+                if isinstance(x, Routed):
+                    x = self._run(self._programs.experts(config, bucket), weights.dense, weights.experts, x)
+        return x, len(part)
 
     def _run(self, program: jax.stages.Compiled, *arguments: Any) -> Any:
         self.launches += 1

@@ -127,7 +127,7 @@ class LLM:
           RequestError: also where n is not 1; else as `generate`. Reading the iterator raises EngineError where a step
             fails.
         """
-        if sampling is not None and sampling.n != 1:
+        if isinstance(sampling, SamplingParams) and sampling.n != 1:
             raise RequestError(f"n: a stream is one completion, and {sampling.n} are asked for; use streams().")
         return self.streams([prompt], sampling)[0]
 
@@ -168,6 +168,9 @@ class LLM:
           RequestError: also where there is no template, or the template refuses the messages.
           CheckpointError, ConfigError, EngineError: as `generate`.
         """
+        if isinstance(messages, Mapping | str):
+            raise RequestError("messages: expected a list of messages; put a single one into a list.")
+        messages = cast("Messages", list(messages))
         single = not messages or isinstance(messages[0], Mapping)
         prompts = [
             self.tokenizer.encode_chat(conversation, tools=tools, chat_template=chat_template, **variables)
@@ -186,15 +189,20 @@ class LLM:
           EngineError: the LLM is closed.
         """
         ids = self._checked_ids(token_ids, "token_ids", most=self.context_length)
-        first = len(ids) if decode_from is None else decode_from
+        try:
+            first = len(ids) if decode_from is None else operator.index(decode_from)
+        except TypeError:
+            raise RequestError(f"decode_from: expected a whole number, got {decode_from!r}.") from None
         if not 1 <= first <= len(ids):
             raise RequestError(f"decode_from: {first} is not between 1 and the {len(ids)} tokens there are.")
+        logits = np.empty((len(ids), self.config.vocab_size), np.float32)
         with self._engine.spare_row() as row:
-            parts = [self._executor.prefill_logits(row, ids[:first], known=len(ids))]
+            logits[:first] = self._executor.prefill_logits(row, ids[:first], known=len(ids))
             for position in range(first, len(ids)):
                 decoded = self._executor.decode([ids[position]], [row], [position], [len(ids)])
-                parts.append(np.asarray(decoded.logits)[:1])
-        return np.concatenate(parts)
+                logits[position] = np.asarray(decoded.logits)[0]
+                del decoded
+        return logits
 
     def report(self) -> Report:
         """What has been done so far, and what is where."""
@@ -323,12 +331,14 @@ class TextIterator(Iterator[str]):
 
     def __next__(self) -> str:
         while True:
+            # Asked before the pieces are read: what comes between would be lost if it were asked after.
+            over = self._request.finish_reason is not None
             while self._given < len(self._request.pieces):
                 piece = self._request.pieces[self._given]
                 self._given += 1
                 if piece:
                     return piece
-            if self._request.ended:
+            if over and self._request.ended:
                 raise StopIteration
             self._engine.step_for(self._request)
 

@@ -97,9 +97,10 @@ class Request:
     def finish(self, reason: FinishReason) -> None:
         """Ends the request and lets go of text that was held back."""
         if self.finish_reason is None:
-            self.finish_reason = reason
             if self.text_stream is not None:
                 self.pieces.append(self.text_stream.finish())
+            # Last: who sees it, perhaps in another thread, sees all of the text.
+            self.finish_reason = reason
 
     def completion(self) -> Completion:
         """The outcome, once there is one."""

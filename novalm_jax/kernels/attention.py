@@ -78,7 +78,7 @@ def cached(
             return new_top, total * fade + weights.sum(axis=-1, keepdims=True), mixed
 
         nothing = jnp.zeros((g, h // g * t, 1), jnp.float32)
-        first = 0 if window is None else jnp.maximum(start - window + 1, 0) // block
+        first = jnp.int32(0) if window is None else jnp.maximum(start - window + 1, 0) // block
         last = jnp.where(start < 0, 0, -(-(start + t) // block))
         empty = (nothing + _NEVER, nothing, jnp.zeros((g, h // g * t, c), jnp.float32))
         _, total, mixed = lax.fori_loop(first, last, see_block, empty)
@@ -96,5 +96,6 @@ def _visible(query: jax.Array, key: jax.Array, window: int | None) -> jax.Array:
 def _block(cache: jax.Array, row: jax.Array, number: jax.Array, block: int, dtype: jnp.dtype) -> jax.Array:
     """Positions `number * block` on of one row of the cache: `[g, block, c]`."""
     _, g, _, c = cache.shape
-    part = lax.dynamic_slice(cache, (row, 0, number * block, 0), (1, g, block, c))[0]
+    zero = jnp.int32(0)
+    part = lax.dynamic_slice(cache, (row, zero, number * block, zero), (1, g, block, c))[0]
     return view_as(part, dtype)

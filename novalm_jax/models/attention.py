@@ -79,7 +79,7 @@ class Attention(nnx.Module):
         k = rope.rotate(self._heads(self.k(x), self.k_norm, config.num_kv_heads), cos, sin)
         v = self._heads(self.v(x), None, config.num_kv_heads)
         mixed, kv = kv.attend(q, k, v, config.scale, config.window)
-        return self.out(mixed.reshape(*x.shape[:2], -1)), kv
+        return self.out(mixed.reshape(*x.shape[:2], config.num_heads * config.head_dim)), kv
 
     def _heads(self, x: jax.Array, norm: RMSNorm | None, heads: int) -> jax.Array:
         """Norm, clip and split into heads: `[b, t, heads * c]` -> `[b, t, heads, c]`."""

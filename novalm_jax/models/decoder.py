@@ -51,7 +51,7 @@ class DecoderLayer(nnx.Module):
         x, kv = self.attend(x, at, kv)
         with jax.named_scope("feed_forward"):
             h = self.feed_forward_norm(x)
-            return self.add(x, self.feed_forward(h.reshape(-1, h.shape[-1]))), kv
+            return self.add(x, self.feed_forward(h.reshape(x.shape[0] * x.shape[1], h.shape[-1]))), kv
 
     def attend(self, x: jax.Array, at: Positions, kv: Cache) -> tuple[jax.Array, Cache]:
         """The attention half of the layer."""
@@ -64,7 +64,7 @@ class DecoderLayer(nnx.Module):
         assert isinstance(self.feed_forward, MoE)
         with jax.named_scope("route"):
             h = self.feed_forward_norm(x)
-            h = h.reshape(-1, h.shape[-1])
+            h = h.reshape(x.shape[0] * x.shape[1], h.shape[-1])
             return Routed(x, h, self.feed_forward.route(h))
 
     def combine(self, routed: Routed, products: jax.Array) -> jax.Array:
@@ -112,7 +112,7 @@ class Decoder(nnx.Module):
         self.head = None if config.tie_embeddings else self._untied_head(dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """int32 `tokens [b, t]` -> float32 logits `[b, t, v]`."""
+        """int32 `tokens [b, t]` -> float32 logits `[b, t, v]`. Ids outside the vocabulary count as its nearest one."""
         b, t = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None], (b, t))
         at = Positions(positions, jnp.full((b,), t, jnp.int32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -158,7 +159,7 @@ def test_a_request_that_is_given_up_while_it_runs_frees_its_row(engine, script):
     engine.submit([after])
     engine.step()
     assert script.prefills[-1] == (row, (20,))
-    assert given_up.row is None and len(given_up.token_ids) == 2
+    assert len(given_up.token_ids) == 2
     assert after.token_ids == answer(20, 2)
     assert other.token_ids == answer(10, 3)
 
@@ -177,7 +178,7 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_after_them(engine, scri
     assert isinstance(caught.value.__cause__, RuntimeError)
     lost = [one for one in requests if one.finish_reason is not None]
     assert lost and all(one.finish_reason == "abort" and isinstance(one.error, RuntimeError) for one in lost)
-    assert all(one.row is None for one in lost)
+    assert engine._free_rows() == [0, 1]
     script.before = lambda kind: None
     after = [request(20), request(30), request(40)]
     engine.submit(after)
@@ -195,7 +196,7 @@ def test_an_interrupt_passes_through_and_leaves_a_working_engine(engine, script)
     script.before = interrupt
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    assert (one.finish_reason, one.error, one.row) == ("abort", None, None)
+    assert (one.finish_reason, one.error, engine._free_rows()) == ("abort", None, [0, 1])
     script.before = lambda kind: None
     after = request(20)
     engine.submit([after])
@@ -244,7 +245,7 @@ def test_what_fails_on_a_spare_row_takes_the_running_requests_with_it(engine, sc
     engine.step()
     with pytest.raises(type(error)), engine.spare_row():
         raise error
-    assert (running.finish_reason, running.row) == ("abort", None)
+    assert (running.finish_reason, engine._free_rows()) == ("abort", [0, 1])
     after = [request(20), request(30)]
     engine.submit(after)
     run(engine, after)
@@ -306,3 +307,80 @@ def test_closing_frees_the_memory_of_the_sampler(script):
     assert state is not None
     engine.close()
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def interrupted_at(line: int, work: Callable[[], object]) -> bool:
+    """Runs `work` with Ctrl-C at the `line`-th line it executes in the engine's files; False where it has fewer."""
+    left = line
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal left
+        if "novalm_jax/engine" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_an_interrupt_at_any_line_loses_no_row_and_no_request(engine, script):
+    """Signals arrive between any two instructions, also between two that belong together."""
+    line = 0
+    while True:
+        line += 1
+        requests = [request(first) for first in (0, 10, 20)]
+
+        def work(requests: list[Request] = requests) -> None:
+            engine.submit(requests)
+            run(engine, requests)
+
+        if not interrupted_at(line, work):
+            break
+        # Whoever waits for them elsewhere is told, or served.
+        for one in requests:
+            if one in engine._requests:
+                engine.run_until_ended(one)
+        after = [request(first) for first in (30, 40, 50)]
+        engine.submit(after)
+        run(engine, after)
+        assert [one.token_ids for one in after] == [answer(30), answer(40), answer(50)], line
+        assert engine._free_rows() == [0, 1], line
+    assert line > 100
+
+
+def test_waiting_for_a_request_that_was_never_submitted_is_an_error(engine):
+    with pytest.raises(EngineError, match="unknown"):
+        engine.run_until_ended(request(0))
+
+
+def test_text_is_complete_before_the_end_is_seen(engine):
+    """Another thread may look in between."""
+    seen = []
+
+    class Held:
+        stopped = False
+
+        def push(self, token: int) -> str:
+            return ""
+
+        def finish(self) -> str:
+            seen.append(one.finish_reason)
+            return "the rest"
+
+    one = request(0, tokens=1)
+    stream: Any = Held()
+    one.text_stream = stream
+    engine.submit([one])
+    run(engine, [one])
+    assert (seen, one.completion().text) == ([None], "the rest")

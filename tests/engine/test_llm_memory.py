@@ -17,6 +17,8 @@ import pytest
 
 from novalm_jax import LLM, SamplingParams, load_model
 from novalm_jax.checkpoint.files import TensorReader, list_tensors
+from novalm_jax.compat import program_bytes
+from novalm_jax.engine.executor import Executor
 from novalm_jax.errors import BudgetError, CheckpointError, EngineError, OptionError, RequestError
 from tiny_checkpoints import tiny_checkpoint
 
@@ -108,6 +110,30 @@ def test_the_context_is_cut_to_what_the_budget_holds_and_said_so(tmp_path, caplo
         assert list(out.token_ids) == expected[len(prompt) - 1 : -1].argmax(-1).tolist()
         with pytest.raises(RequestError, match=f"at most {context - 1} fit"):
             llm.generate([[5] * context], GREEDY)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_step_takes_more_than_the_plan_says(tmp_path, monkeypatch, dtype):
+    """Live arrays at every launch, and what the program takes besides: of long prompts and of all their logits."""
+    folder = tiny_checkpoint(tmp_path / "model", vocab_size=1024, max_position_embeddings=2048)
+    gc.collect()
+    before = sum(array.nbytes for array in jax.live_arrays())
+    peaks = []
+    launch = Executor._run
+
+    def measured(self: Executor, program: Any, *arguments: Any) -> Any:
+        live = sum(array.nbytes for array in jax.live_arrays()) - before
+        peaks.append(live + sum(program_bytes(program)))
+        return launch(self, program, *arguments)
+
+    monkeypatch.setattr(Executor, "_run", measured)
+    prompts = [np.random.default_rng(seed).integers(0, 1024, length).tolist() for seed, length in enumerate((1400, 30))]
+    with LLM(folder, dtype=dtype, max_batch=2) as llm:
+        llm.generate(prompts, [GREEDY, SamplingParams(max_tokens=8, temperature=1.0, seed=1)])
+        llm.logits(prompts[0], decode_from=1300)
+        planned = llm.report().device_peak_bytes
+    assert len(peaks) > 100
+    assert 0.8 * planned < max(peaks) <= planned
 
 
 def test_a_context_that_fits_is_not_cut(tiny, caplog):

@@ -376,3 +376,9 @@ def test_a_shifted_mask_is_far_out_of_tolerance(shift: int, monkeypatch: pytest.
     right = attention_kernel._visible
     monkeypatch.setattr(attention_kernel, "_visible", lambda query, key, window: right(query + shift, key, window))
     assert change("llama") > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 0)])
+def test_empty_batches_have_empty_logits(shape: tuple[int, int]) -> None:
+    logits = load_model(GOLDEN / "qwen2_moe")(jnp.zeros(shape, jnp.int32))
+    assert logits.shape == (*shape, 96)
