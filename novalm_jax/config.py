@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from novalm_jax.errors import ConfigError
+
+MOST: Final = 2**31 - 1
+"""The largest size and the longest context: positions and indices are int32 on the device."""
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 QKNorm = Literal["none", "head", "all"]
@@ -275,37 +278,84 @@ def _kv_heads(traits: Traits) -> int:
     return traits.num_heads if traits.num_kv_heads is None else traits.num_kv_heads
 
 
+# Where a size must lie. Everything below builds lists of some of these lengths, so they are looked at first.
+_RANGES: Final[dict[str, tuple[int, int]]] = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "context_length", "num_heads", "sparse_step"), (1, MOST)),
+    **dict.fromkeys(("num_kv_heads", "head_dim", "window", "mlp_width", "expert_width", "shared_width"), (0, MOST)),
+    "num_layers": (1, 10_000),
+    "num_experts": (0, 100_000),
+}
+_POSITIVE: Final = ("norm_eps", "clip_qkv")
+_FINITE: Final = ("attention_scale", "embedding_multiplier", "residual_multiplier", "logits_divisor")
+# Normal numbers of float32, in which models compute.
+_LARGEST: Final = (2 - 2**-23) * 2.0**127
+_SMALLEST: Final = 2.0**-126
+
+
 def _problems(traits: Traits) -> list[str]:
-    """Everything about the sizes that cannot work, in words."""
-    positive = ("vocab_size", "hidden_size", "num_layers", "context_length", "num_heads", "norm_eps", "sparse_step")
-    problems = [f"{name} is {getattr(traits, name)}, not positive" for name in positive if getattr(traits, name) <= 0]
-    if problems:
-        return problems
+    """Everything about the traits that cannot work, in words."""
+    return _range_problems(traits) or _misfits(traits)
+
+
+def _range_problems(traits: Traits) -> list[str]:
+    """Numbers that no model could have, each by itself. None stands for a feature that is off."""
+    problems = []
+    for name, (least, most) in _RANGES.items():
+        value = getattr(traits, name)
+        if value is not None and value < least:
+            problems.append(f"{name} is {value}, {'not positive' if least else 'which is negative'}")
+        elif value is not None and value > most:
+            problems.append(f"{name} is {value}, and {most} is the most that can be run")
+    for name in _POSITIVE + _FINITE:
+        value = getattr(traits, name)
+        if value is None:
+            continue
+        if not abs(value) <= _LARGEST:
+            problems.append(f"{name} is {value}, not a finite number of float32")
+        elif name in _POSITIVE and not value > 0:
+            problems.append(f"{name} is {value}, not positive")
+    if abs(traits.logits_divisor) < _SMALLEST:
+        problems.append(f"logits_divisor is {traits.logits_divisor}, and logits are divided by it in float32")
+    return problems
+
+
+def _misfits(traits: Traits) -> list[str]:
+    """Numbers that do not fit together."""
+    problems = []
     heads, kv_heads = traits.num_heads, _kv_heads(traits)
-    if kv_heads <= 0 or heads % kv_heads:
+    if kv_heads == 0 or heads % kv_heads:
         problems.append(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
     if traits.head_dim is None and traits.hidden_size % heads:
         problems.append(
             f"hidden size {traits.hidden_size} is not a multiple of {heads} heads and head_dim is not given"
         )
-    elif _head_dim(traits) <= 0 or _head_dim(traits) % 2:
+    elif _head_dim(traits) == 0 or _head_dim(traits) % 2:
         problems.append(f"head_dim is {_head_dim(traits)}, but rotary embedding needs a positive even number")
+    elif _head_dim(traits) == 2 and traits.rope.kind == "dynamic":
+        problems.append("head_dim is 2, for which rotary embedding cannot be stretched by kind 'dynamic'")
+    if heads * _head_dim(traits) > MOST:
+        problems.append(f"{heads} heads of {_head_dim(traits)} are {heads * _head_dim(traits)} wide, more than {MOST}")
     if traits.activation not in _ACTIVATIONS:
         problems.append(f"activation {traits.activation!r} is not one of {', '.join(_ACTIVATIONS)}")
-    if traits.window is not None and traits.window < 0:
-        problems.append(f"sliding window is {traits.window}")
     if traits.layer_types is not None:
         problems += _layer_type_problems(traits.layer_types, traits.num_layers)
     for layer in traits.dense_layers or ():
         if not 0 <= layer < traits.num_layers:
             problems.append(f"layer {layer} is named as dense, but there are {traits.num_layers} layers")
+    return problems + _feed_forward_problems(traits)
+
+
+def _feed_forward_problems(traits: Traits) -> list[str]:
+    problems = []
     sparse = sparse_layers(traits)
     if any(sparse):
         if not 1 <= traits.experts_per_token <= traits.num_experts:
             problems.append(f"{traits.experts_per_token} of {traits.num_experts} experts per token")
-        if traits.expert_width <= 0:
-            problems.append(f"expert width is {traits.expert_width}")
-    if not all(sparse) and (traits.mlp_width is None or traits.mlp_width <= 0):
+        if traits.expert_width == 0:
+            problems.append("expert width is 0")
+    if traits.num_experts == 0 and traits.expert_width and traits.mlp_width is None:
+        problems.append("num_experts is 0, and a model whose layers are all made of experts needs at least one")
+    elif not all(sparse) and not traits.mlp_width:
         problems.append(f"a dense layer needs a width, and it is {traits.mlp_width}")
     return problems
 

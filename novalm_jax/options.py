@@ -7,9 +7,10 @@ Plain data with the checks that need nothing but the values themselves. Knows no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from numbers import Integral, Real
+from typing import Any, Literal, get_args
 
 from novalm_jax.errors import OptionError, RequestError
 
@@ -61,8 +62,8 @@ class SamplingParams:
     """Independent completions of each prompt."""
 
     def __post_init__(self) -> None:
-        self._all_of("stop", str, "texts", (self.stop,) if isinstance(self.stop, str) else self.stop)
-        self._all_of("stop_token_ids", int, "token ids", self.stop_token_ids)
+        self._all_of("stop", _as_text, "texts", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        self._all_of("stop_token_ids", _as_whole, "token ids", self.stop_token_ids)
         self._whole("max_tokens", 0)
         self._whole("min_tokens", 0)
         self._whole("top_k", 0)
@@ -79,42 +80,38 @@ class SamplingParams:
         self._real("frequency_penalty")
         if any(not text for text in self.stop):
             raise RequestError("stop: an empty text would end every generation at once; leave it out.")
-        for token, bias in (self.logit_bias or {}).items():
-            if type(token) is not int:
-                raise RequestError(f"logit_bias: {token!r} is not a token id.")
-            if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
-                raise RequestError(f"logit_bias: the bias of token {token} is {bias!r}, not a number.")
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
-    def _all_of(self, name: str, kind: type, what: str, values: Iterable[object] | None) -> None:
+    def _all_of(self, name: str, read: Callable[[object], Any], what: str, values: Iterable[object] | None) -> None:
         """Makes the field a tuple; None is an empty one."""
         listed = tuple(values) if isinstance(values, Iterable) else () if values is None else (values,)
-        if not all(type(value) is kind for value in listed):
-            raise RequestError(f"{name}: expected a list of {what}, got {values!r}.")
-        object.__setattr__(self, name, listed)
+        items = tuple(map(read, listed))
+        if None in items:
+            raise RequestError(f"{name}: expected a list of {what}, got {_shown(values)}.")
+        object.__setattr__(self, name, items)
 
     def _whole(self, name: str, least: int, most: int | None = None) -> None:
         value = getattr(self, name)
         if value is None and type(self).__dataclass_fields__[name].default is None:
             return
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int)
-            or value < least
-            or (most is not None and value > most)
-        ):
-            upto = "" if most is None else f" and at most {most}"
-            raise RequestError(f"{name}: expected a whole number of at least {least}{upto}, got {value!r}.")
+        number = _as_whole(value)
+        if number is None or number < least or (most is not None and number > most):
+            raise RequestError(f"{name}: expected {_range(least, most)}, got {_shown(value)}.")
+        object.__setattr__(self, name, number)
 
     def _real(self, name: str, least: float = -math.inf, most: float = math.inf) -> None:
         value = getattr(self, name)
         if value is None and type(self).__dataclass_fields__[name].default is None:
             return
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise RequestError(f"{name}: expected a number, got {value!r}.")
-        if not least <= value <= most:
+        number = _as_real(value)
+        if number is None or not math.isfinite(number):
+            raise RequestError(f"{name}: expected a number, got {_shown(value)}.")
+        if not least <= number <= most:
             bounds = f"of at least {least:g}" if least == 0 else "above 0"
             bounds += f" and at most {most:g}" if most < math.inf else ""
             raise RequestError(f"{name}: expected a number {bounds}, got {value}.")
+        object.__setattr__(self, name, number)
 
 
 @dataclass(frozen=True)
@@ -140,14 +137,15 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
-        _at_least("max_batch", self.max_batch, 1)
+        _positive("max_batch", self.max_batch)
         context = self.context_length
         if isinstance(context, str) and context != "auto":
-            if not context.isdecimal():
-                raise OptionError(f"context_length: expected auto or a number of tokens, got {context!r}.")
+            # Python refuses to read numbers of thousands of digits.
+            if not context.isdecimal() or len(context) > 18:
+                raise OptionError(f"context_length: expected auto or a number of tokens, got {_shown(context)}.")
             object.__setattr__(self, "context_length", int(context))
         if self.context_length != "auto":
-            _at_least("context_length", self.context_length, 1)
+            _positive("context_length", self.context_length)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -165,6 +163,53 @@ def check_dtype(dtype: str) -> None:
         raise OptionError(f"dtype: {dtype!r} is not one of {', '.join(get_args(Dtype))}.")
 
 
-def _at_least(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError(f"{name}: expected a whole number of at least {least}, got {value!r}.")
+def _positive(name: str, value: object) -> None:
+    """Refuses what does not count rows or tokens: those are int32 on the device."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        raise OptionError(f"{name}: expected {_range(1, 2**31 - 1)}, got {_shown(value)}.")
+
+
+def _biases(given: object) -> dict[int, float]:
+    """A `logit_bias` with plain numbers in it."""
+    if not isinstance(given, Mapping):
+        raise RequestError(f"logit_bias: expected an object of token ids and numbers, got {_shown(given)}.")
+    biases = {}
+    for key, value in given.items():
+        token, bias = _as_whole(key), _as_real(value)
+        if token is None:
+            raise RequestError(f"logit_bias: {_shown(key)} is not a token id.")
+        if bias is None or math.isnan(bias):
+            raise RequestError(f"logit_bias: the bias of token {_shown(token)} is {_shown(value)}, not a number.")
+        biases[token] = bias
+    return biases
+
+
+def _as_text(value: object) -> str | None:
+    return value if type(value) is str else None
+
+
+def _as_whole(value: object) -> int | None:
+    """A whole number of any type, numpy's too, as an int; None for anything else. A bool is no number."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+
+
+def _as_real(value: object) -> float | None:
+    """As `_as_whole`, for a number with or without a fraction; None also for an integer that no float can hold."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _range(least: int, most: int | None) -> str:
+    return f"a whole number of at least {least}" + ("" if most is None else f" and at most {most}")
+
+
+def _shown(value: object) -> str:
+    """A value for a message, cut where it is long. Python refuses to write integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -19,7 +19,8 @@ def parse_size(size: int | str, *, total: int | None = None, name: str = "size")
     """Bytes of a size: `1GB` is 1000**3, `1GiB` is 1024**3, a bare number is bytes, `90%` is that part of `total`.
 
     Raises:
-      OptionError: not a size, negative, or a percentage where no total is known. `name` is the option to blame.
+      OptionError: not a size, negative, larger than any, or a percentage where no total is known. `name` is the option
+        to blame.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise OptionError(f"{name}: expected a size such as 8GiB, 500MB, 90% or a number of bytes, got {size!r}.")
@@ -38,6 +39,8 @@ def parse_size(size: int | str, *, total: int | None = None, name: str = "size")
         if number > 100:
             raise OptionError(f"{name}: {size!r} is more than all of the memory; give at most 100%.")
         return math.floor(total * number / 100)
+    if not math.isfinite(number * _UNITS[unit]):
+        raise OptionError(f"{name}: {size!r:.60} is larger than any memory. Write for example 8GiB.")
     return math.floor(number * _UNITS[unit])
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from novalm_jax.errors import OptionError, RequestError
@@ -45,6 +46,13 @@ NAN, INF = math.nan, math.inf
         ("logit_bias", {3: NAN}),
         ("logit_bias", {3: "much"}),
         ("logit_bias", {3: True}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", [3]),
+        ("logit_bias", ()),
+        ("logit_bias", "3"),
+        ("temperature", np.bool_(True)),
+        ("temperature", np.float32(NAN)),
+        ("max_tokens", np.float32(1)),
         ("seed", 2**63),
         ("seed", -(2**63) - 1),
         ("seed", 0.5),
@@ -90,6 +98,36 @@ def test_sampling_at_its_limits_stays_as_it_was_given(name, value: Any):
     assert getattr(SamplingParams(**{name: value}), name) == value
 
 
+# Python converts the first to no float, and the second not even to a text.
+@pytest.mark.parametrize("huge", [10**400, 10**5000], ids=["401 digits", "5001 digits"])
+def test_numbers_beyond_all_types_are_refused_by_name(huge):
+    for name in ("temperature", "top_p", "repetition_penalty", "presence_penalty", "seed"):
+        with pytest.raises(RequestError, match=f"^{name}: .* bits"):
+            SamplingParams(**{name: huge})
+    with pytest.raises(RequestError, match=r"^logit_bias: the bias of token 3 is a number of .* bits"):
+        SamplingParams(logit_bias={3: huge})
+    for name in ("context_length", "max_batch"):
+        with pytest.raises(OptionError, match=f"^{name}: .* bits"):
+            EngineOptions(**{name: huge})
+    with pytest.raises(OptionError, match=r"^context_length: .*999\.\.\."):
+        EngineOptions(context_length="9" * 5000)
+
+
+def test_numbers_of_numpy_become_plain_ones():
+    params = SamplingParams(
+        max_tokens=np.int32(5),  # type: ignore[arg-type]
+        seed=np.uint64(7),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_p=np.int64(1),  # type: ignore[arg-type]
+        stop_token_ids=np.array([3, 4]),  # type: ignore[arg-type]
+        logit_bias={np.int32(3): np.float64(-1)},  # type: ignore[dict-item]
+    )
+    assert params.logit_bias == {3: -1.0}
+    numbers = [params.max_tokens, params.seed, *params.stop_token_ids, *params.logit_bias]
+    assert (numbers, {type(number) for number in numbers}) == ([5, 7, 3, 4, 3], {int})
+    assert [type(number) for number in (params.temperature, params.top_p, params.logit_bias[3])] == [float] * 3
+
+
 def test_what_is_not_given_is_left_to_the_checkpoint():
     params = SamplingParams()
     assert (params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty) == (None,) * 5
@@ -123,6 +161,8 @@ def test_options_cannot_be_changed_later():
         ("context_length", "-3"),
         ("context_length", "0"),
         ("context_length", None),
+        ("context_length", 2**31),
+        ("context_length", str(2**31)),
     ],
 )
 def test_engine_options_outside_their_range_are_refused_by_name(name, value: Any):

@@ -44,9 +44,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file such as config.json.
 
     Raises:
-      CheckpointError: the file is missing or unreadable, is not JSON, or is not an object.
+      CheckpointError: the file is missing or unreadable, is not JSON, is not an object, or holds a key twice.
     """
-    return load_object(path)[0]
+    value, doubled = load_object(path)
+    if doubled:
+        raise CheckpointError(f"{path}: gives twice: {some(doubled)}. Keep the right one of each.")
+    return value
 
 
 def load_object(path: Path) -> tuple[dict[str, Any], list[str]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from novalm_jax.checkpoint.files import TensorReader, list_tensors
 from novalm_jax.checkpoint.header import read_json
 from novalm_jax.checkpoint.mapping import Assignment, WeightMap, map_weights
 from novalm_jax.config import ModelConfig
-from novalm_jax.errors import ConfigError
+from novalm_jax.errors import CheckpointError, ConfigError
 from novalm_jax.models.decoder import Decoder
 from novalm_jax.models.families import find_family
 from novalm_jax.models.params import parameters_of
@@ -60,9 +61,14 @@ class Checkpoint:
         """Reads config.json and the headers of all files.
 
         Raises:
-          CheckpointError: files are missing, damaged, or do not hold what config.json asks for.
+          CheckpointError: no folder is given; files are missing, damaged, or do not hold what config.json asks for.
           ConfigError: config.json asks for something that is not supported.
         """
+        if not isinstance(folder, str | Path) or not str(folder):
+            raise CheckpointError(
+                f"{folder!r:.60} is no folder. Give the folder of a downloaded checkpoint, the one that holds "
+                "config.json, as a text or a Path."
+            )
         folder = Path(folder)
         stored = list_tensors(folder)
         raw = read_json(folder / "config.json")
@@ -115,7 +121,17 @@ def load_model(path: str | Path, dtype: str = "float32", shardings: Shardings | 
 
 def abstract_model(config: ModelConfig, dtype: str = "float32") -> Decoder:
     """The module with shapes in place of arrays: no memory is taken."""
-    return nnx.eval_shape(lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+    keys: Any = _OneKey()
+    return nnx.eval_shape(lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=keys))
+
+
+class _OneKey:
+    """Stands in for `nnx.Rngs` where nothing is drawn. That counts its keys in arrays, and with every parameter of a
+    deep model under trace that takes quadratic time."""
+
+    def params(self) -> jax.Array:
+        """A key."""
+        return jax.random.key(0)
 
 
 def read_parameter(

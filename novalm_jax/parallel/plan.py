@@ -6,11 +6,12 @@ alone, never by name.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -38,6 +39,8 @@ class ShardingPlan:
         Raises:
           OptionError: no such file, not TOML, or names and numbers that mean nothing here; all faults at once.
         """
+        if not isinstance(plan, str | Path):
+            raise OptionError(f"A sharding plan is given by its name or the path of a .toml file, not {plan!r:.60}.")
         path = Path(plan)
         if path.suffix != ".toml":
             path = resource_folder("sharding") / f"{plan}.toml"
@@ -45,8 +48,9 @@ class ShardingPlan:
             content = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise OptionError(f"The sharding plan {path} cannot be read: {error}.") from None
-        mesh, rules = content.get("mesh", {}), content.get("rules", {})
         faults = [f"[{name}] is not a table of plans" for name in content if name not in ("mesh", "rules")]
+        faults += [f"{name} = {value!r:.60} is not a table" for name, value in content.items() if not _is_table(value)]
+        mesh, rules = (value if _is_table(value := content.get(name, {})) else {} for name in ("mesh", "rules"))
         faults += [
             f"mesh axis {name} = {size!r} (axes are {', '.join(MESH_AXES)}, and sizes whole numbers of at least 1)"
             for name, size in mesh.items()
@@ -55,7 +59,7 @@ class ShardingPlan:
         faults += [
             f"rule {logical} = {axis!r} (logical axes are {', '.join(LOGICAL_AXES)}; the mesh has {', '.join(mesh)})"
             for logical, axis in rules.items()
-            if logical not in LOGICAL_AXES or axis not in mesh
+            if logical not in LOGICAL_AXES or not isinstance(axis, str) or axis not in mesh
         ]
         if faults:
             raise OptionError(f"The sharding plan {path} cannot be used: {'; '.join(faults)}.")
@@ -68,7 +72,7 @@ class ShardingPlan:
           OptionError: there are too few.
         """
         devices = jax.devices() if devices is None else devices
-        needed = int(np.prod(list(self.mesh_shape.values())))
+        needed = math.prod(self.mesh_shape.values())
         if needed > len(devices):
             raise OptionError(
                 f"The sharding plan needs {needed} devices, and there are {len(devices)}. Make its [mesh] smaller."
@@ -109,3 +113,7 @@ class ShardingPlan:
             return NamedSharding(mesh, self.spec(param.get_metadata("axes"), param.shape))
 
         return {path: sharding(param) for path, param in parameters_of(model).items()}
+
+
+def _is_table(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)

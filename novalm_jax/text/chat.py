@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 
 from novalm_jax.errors import CheckpointError, RequestError
-from novalm_jax.text.files import read_optional_json, read_text
+from novalm_jax.text.files import is_there, read_optional_json, read_text
 from novalm_jax.text.template_sandbox import CompiledTemplate, compile_template
 
 # A message's reasoning goes under one of these; templates read the first.
@@ -45,7 +45,7 @@ class ChatTemplates:
             for name in ("chat_templates", "additional_chat_templates")
             for path in sorted((folder / name).glob("*.jinja"))
         }
-        if (default := folder / "chat_template.jinja").is_file():
+        if is_there(default := folder / "chat_template.jinja"):
             files["default"] = default
         if files:
             return cls({name: read_text(path) for name, path in files.items()})
@@ -62,8 +62,10 @@ class ChatTemplates:
         chat with tools takes "tool_use" where that exists, and everything else "default".
 
         Raises:
-          RequestError: none fits; the message names those there are.
+          RequestError: none fits, and the message names those there are; or this is no text.
         """
+        if not isinstance(chat_template, str | None):
+            raise RequestError(f"chat_template must be a text, not {type(chat_template).__name__}.")
         stored = ", ".join(sorted(self.texts)) or "none"
         if chat_template is not None:
             if chat_template not in self.texts and "{" not in chat_template:

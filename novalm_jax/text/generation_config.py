@@ -5,7 +5,7 @@ Knows the two files that say so. Refuses to know tokenizers and requests; nothin
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Any
 from novalm_jax.errors import CheckpointError
 from novalm_jax.text.files import read_optional_json
 
-_TOP = float("inf")
+_TOP = sys.float_info.max
+_INT32 = 2**31 - 1
 # Field -> (least, greatest) value; a field absent from the file is None.
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, _TOP),
@@ -74,16 +75,16 @@ def _ids(data: Mapping[str, Any], field: str, path: Path) -> tuple[int, ...] | N
     if value is None:
         return None
     ids = value if isinstance(value, list) else [value]
-    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+    if not all(type(token_id) is int and 0 <= token_id <= _INT32 for token_id in ids):
         raise _wrong(path, field, value, "a token id, a list of token ids, or null")
     return tuple(dict.fromkeys(ids))
 
 
 def _integer(data: Mapping[str, Any], field: str, path: Path) -> int | None:
     value = data.get(field)
-    if value is None or (type(value) is int and value >= 0):
+    if value is None or (type(value) is int and 0 <= value <= _INT32):
         return value
-    raise _wrong(path, field, value, "an integer of at least 0, or null")
+    raise _wrong(path, field, value, f"an integer from 0 to {_INT32}, or null")
 
 
 def _number(data: Mapping[str, Any], field: str, path: Path) -> float | None:
@@ -91,11 +92,14 @@ def _number(data: Mapping[str, Any], field: str, path: Path) -> float | None:
     if value is None:
         return None
     least, most = _RANGES[field]
-    if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= most:
+    # Neither NaN nor an integer too large for a float passes: it is compared before it is converted.
+    if type(value) not in (int, float) or not least <= value <= most:
         limits = f"of at least {least:g}" if most == _TOP else f"from {least:g} to {most:g}"
         raise _wrong(path, field, value, f"a number {limits}, or null")
     return float(value)
 
 
 def _wrong(path: Path, field: str, value: object, wanted: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {field} is {value!r}; it must be {wanted}. Correct the file or remove the field.")
+    return CheckpointError(
+        f"{path}: {field} is {value!r:.60}; it must be {wanted}. Correct the file or remove the field."
+    )

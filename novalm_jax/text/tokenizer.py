@@ -107,7 +107,9 @@ class Tokenizer:
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
-            raise RequestError(f"A prompt must be text in valid Unicode (no lone surrogates): {error}.") from error
+            raise RequestError(
+                "A prompt must be a text of valid Unicode: whole characters, no lone surrogates."
+            ) from error
         if add_special_tokens and self._adds_bos and ids[1:2] == [self.bos_id]:
             return ids[1:]
         return ids

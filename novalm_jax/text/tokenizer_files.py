@@ -11,6 +11,7 @@ from pathlib import Path
 import tokenizers
 
 from novalm_jax.errors import CheckpointError
+from novalm_jax.text.files import is_there
 from novalm_jax.text.sentencepiece import convert_sentencepiece
 
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\s*")
@@ -27,10 +28,10 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
     """The tokenizer of `folder`: `tokenizer.json`, else a SentencePiece `tokenizer.model` converted on the way.
 
     Raises:
-      CheckpointError: there is no such file, it is damaged, or it is of another kind.
+      CheckpointError: there is no such file, it is damaged, a link to nowhere, or of another kind.
     """
     path = folder / "tokenizer.json"
-    if path.is_file():
+    if is_there(path):
         try:
             return tokenizers.Tokenizer.from_file(str(path))
         # The library raises bare Exception for everything.
@@ -41,12 +42,12 @@ def load_backend(folder: Path) -> tokenizers.Tokenizer:
             ) from error
     model = folder / "tokenizer.model"
     for tiktoken in [model, *sorted(folder.glob("*.tiktoken")), *sorted(folder.glob("tiktoken.model"))]:
-        if tiktoken.is_file() and _is_tiktoken(tiktoken):
+        if is_there(tiktoken) and _is_tiktoken(tiktoken):
             raise CheckpointError(
                 f"{tiktoken} is a tiktoken vocabulary: byte strings and their ranks, without the splitting rule and "
                 f"special tokens, which are in the model's own Python code. {_CONVERT_ONCE.format(extra=' tiktoken')}"
             )
-    if model.is_file():
+    if is_there(model):
         return convert_sentencepiece(model)
     if not folder.is_dir():
         raise CheckpointError(f"There is no folder {folder}; give the folder of a checkpoint.")

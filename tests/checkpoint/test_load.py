@@ -203,6 +203,20 @@ def test_a_path_may_be_a_string(tmp_path: Path) -> None:
     assert Checkpoint.open(str(write(tmp_path, draw()))).folder == tmp_path
 
 
+@pytest.mark.parametrize("folder", [None, 5, "", b"model", ["model"]])
+def test_what_is_no_path_is_refused(folder: Any) -> None:
+    with pytest.raises(CheckpointError, match="Give the folder of a downloaded checkpoint"):
+        load_model(folder)
+
+
+def test_keys_that_config_json_holds_twice_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path, draw()) / "config.json"
+    path.write_text(
+        path.read_text()[:-1] + ', "vocab_size": 24, "rope_parameters": {"rope_theta": 1, "rope_theta": 1}}'
+    )
+    assert f"{path}: gives twice: rope_theta, vocab_size" in message(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bf16", "int8", ""])
 def test_other_dtypes_are_refused(tmp_path: Path, dtype: str) -> None:
     with pytest.raises(OptionError, match="is not one of float32, bfloat16"):

@@ -206,6 +206,11 @@ def test_other_heads_than_a_language_models_are_refused(names: list[str]) -> Non
     assert "not a causal language model" in message(stored("llama", architectures=names))
 
 
+@pytest.mark.parametrize("names", ["LlamaForCausalLM", 5, 0, "", [3], ["LlamaForCausalLM", None], {}])
+def test_architectures_are_a_list_of_names(names: Any) -> None:
+    assert f"architectures = {names!r} is not a list of names" in message(stored("llama", architectures=names))
+
+
 @pytest.mark.parametrize("names", [None, [], ["LlamaForCausalLM"]])
 def test_causal_architectures_are_fine(names: Any) -> None:
     assert read_config(stored("llama", architectures=names)) == read_config(stored("llama"))
@@ -231,10 +236,13 @@ def test_unsupported_model_types_name_the_supported_ones() -> None:
         ("llama", {"num_hidden_layers": -1}, "num_layers is -1"),
         ("llama", {"rms_norm_eps": -1e-6}, "norm_eps"),
         ("llama", {"intermediate_size": 0}, "a dense layer needs a width"),
-        ("mistral", {"sliding_window": -4}, "sliding window is -4"),
+        ("mistral", {"sliding_window": -4}, "window is -4, which is negative"),
         ("mixtral", {"num_experts_per_tok": 5}, "5 of 4 experts per token"),
         ("mixtral", {"num_experts_per_tok": 0}, "0 of 4 experts per token"),
         ("mixtral", {"intermediate_size": 0}, "expert width is 0"),
+        ("mixtral", {"num_local_experts": 0}, "num_experts is 0, and a model whose layers are all made of experts"),
+        ("qwen3_moe", {"num_experts": -1}, "num_experts is -1, which is negative"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": -8}, "shared_width is -8"),
         ("qwen3_moe", {"mlp_only_layers": [3]}, "layer 3 is named as dense, but there are 3 layers"),
         ("qwen3_moe", {"intermediate_size": None}, "a dense layer needs a width"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "sparse_step is 0"),
@@ -243,6 +251,67 @@ def test_unsupported_model_types_name_the_supported_ones() -> None:
     ],
 )
 def test_sizes_that_do_not_fit_together(family: str, changes: dict[str, Any], part: str) -> None:
+    assert part in message(stored(family, **changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "most"),
+    [
+        *(("llama", name, 2**31 - 1) for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim")),
+        *(("llama", name, 2**31 - 1) for name in ("max_position_embeddings", "num_attention_heads")),
+        ("llama", "num_hidden_layers", 10_000),
+        ("mixtral", "num_local_experts", 100_000),
+        ("qwen3_moe", "moe_intermediate_size", 2**31 - 1),
+    ],
+)
+def test_sizes_have_bounds_that_are_looked_at_before_anything_is_built(family: str, name: str, most: int) -> None:
+    assert f"is {most + 1}, and {most} is the most" in message(stored(family, **{name: most + 1}))
+    for value in (10**400, -(10**400)):
+        assert f"{name} = {str(value)[:57]}... is not usable" in message(stored(family, **{name: value}))
+
+
+def test_a_projection_has_a_bound_too() -> None:
+    assert "65536 heads of 65536 are 4294967296 wide" in message(
+        stored("llama", num_attention_heads=2**16, num_key_value_heads=2**16, head_dim=2**16)
+    )
+
+
+def test_the_stretched_context_has_the_same_bound() -> None:
+    scaling = {"rope_type": "dynamic", "factor": 1e6}
+    assert f"context_length is {2**20 * 10**6}" in message(
+        stored("llama", max_position_embeddings=2**20, rope_scaling=scaling)
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 10**400])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "rms_norm_eps"),
+        ("olmoe", "clip_qkv"),
+        *(("granitemoe", f"{name}_multiplier") for name in ("attention", "embedding", "residual")),
+        ("granitemoe", "logits_scaling"),
+    ],
+)
+def test_numbers_that_are_not_finite(family: str, name: str, value: Any) -> None:
+    assert ("not usable" if value == 10**400 else "not a finite number") in message(stored(family, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "part"),
+    [
+        ("olmoe", {"clip_qkv": 0.0}, "clip_qkv is 0.0, not positive"),
+        ("olmoe", {"clip_qkv": -8}, "clip_qkv is -8, not positive"),
+        ("llama", {"rms_norm_eps": 0}, "norm_eps is 0, not positive"),
+        *(("granitemoe", {"logits_scaling": value}, f"logits_divisor is {value}") for value in (0, -0.0, 1e-40)),
+        (
+            "granitemoe",
+            {"embedding_multiplier": -1e39},
+            "embedding_multiplier is -1e+39, not a finite number of float32",
+        ),
+    ],
+)
+def test_numbers_that_a_model_cannot_compute_with(family: str, changes: dict[str, Any], part: str) -> None:
     assert part in message(stored(family, **changes))
 
 
@@ -414,17 +483,44 @@ def test_missing_rotary_settings(required: tuple[str, str]) -> None:
         assert f"{name} is missing" in message(stored("llama", rope_scaling=entries))
 
 
-@pytest.mark.parametrize("value", ["4", True, 0, -1.0, [4]])
+@pytest.mark.parametrize("value", ["4", True, 0, -1.0, [4], float("nan"), float("inf"), 10**400])
 def test_unusable_rotary_numbers(value: Any) -> None:
-    assert f"factor = {value!r} is not usable" in message(
+    shown = f"{value!r:.60}"
+    assert f"factor = {shown} is not usable" in message(
         stored("llama", rope_scaling={"rope_type": "linear", "factor": value})
     )
     for changes in ({"rope_theta": value}, {"rope_parameters": {"rope_theta": value}}):
-        assert f"rope_theta = {value!r}" in message(stored("llama", **changes))
+        assert f"rope_theta = {shown}" in message(stored("llama", **changes))
     yarn = {"rope_type": "yarn", "factor": 4.0}
-    assert f"original_max_position_embeddings = {value!r}" in message(
+    assert f"original_max_position_embeddings = {shown}" in message(
         stored("llama", rope_scaling=yarn, original_max_position_embeddings=value)
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "part"),
+    [
+        ("linear", {"factor": 2e6}, "factor = 2000000.0 is not usable (a number from 1e-06 to 1e+06 is)"),
+        ("llama3", {"low_freq_factor": 4.0}, "high_freq_factor = 4.0 must be more than low_freq_factor = 4.0"),
+        ("yarn", {"beta_slow": 16}, "beta_fast = 16 must be more than beta_slow = 16"),
+        ("yarn", {"beta_slow": 40, "beta_fast": None}, "beta_fast = 32.0 must be more than beta_slow = 40"),
+        ("yarn", {"beta_fast": 2e6}, "beta_fast = 2000000.0 is not usable"),
+        ("yarn", {"rope_theta": 1}, "rope_theta = 1.0 must be more than 1"),
+        ("yarn", {"attention_factor": 2000}, "attention_factor = 2000 is not usable"),
+        ("yarn", {"mscale": 1001.0}, "mscale = 1001.0 is not usable"),
+        ("yarn", {"original_max_position_embeddings": 0.5}, "embeddings = 0.5 is not usable (a whole number from 1"),
+        ("yarn", {"truncate": 1}, "truncate = 1 is not usable (true or false is)"),
+    ],
+)
+def test_rotary_settings_from_which_no_frequencies_follow(kind: str, changes: dict[str, Any], part: str) -> None:
+    entries = {"rope_type": kind, **KINDS[kind], **changes}
+    assert part in message(stored("llama", rope_parameters=entries))
+
+
+def test_two_dimensions_cannot_be_stretched_by_the_length() -> None:
+    dynamic = {"rope_type": "dynamic", "factor": 4.0}
+    assert "head_dim is 2, for which" in message(stored("llama", head_dim=2, rope_scaling=dynamic))
+    assert attention_of(read_config(stored("llama", head_dim=2))).head_dim == 2
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su", "mrope", 3, ["yarn"]])

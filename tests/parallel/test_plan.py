@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jax.sharding import PartitionSpec
@@ -34,6 +35,27 @@ def test_all_faults_of_a_plan_are_named_at_once(tmp_path: Path) -> None:
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("mesh = 3\n", "mesh = 3 is not a table"),
+        ("mesh = [1]\n", r"mesh = \[1\] is not a table"),
+        ('rules = "tensor"\n', "rules = 'tensor' is not a table"),
+        ("[mesh]\ntensor = 2\n[rules]\nmlp = ['tensor']\n", r"rule mlp = \['tensor'\]"),
+        ("[mesh]\ntensor = 2\n[rules]\nmlp = 2\n", "rule mlp = 2"),
+    ],
+)
+def test_values_of_another_kind_are_refused(tmp_path: Path, text: str, part: str) -> None:
+    with pytest.raises(OptionError, match=part):
+        ShardingPlan.read(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("plan", [None, 3, b"single", {"mesh": {}}])
+def test_a_plan_is_given_by_name_or_path(plan: Any) -> None:
+    with pytest.raises(OptionError, match="by its name or the path"):
+        ShardingPlan.read(plan)
+
+
 @pytest.mark.parametrize("text", ["[mesh\n", "\xff"])
 def test_what_is_not_toml_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.toml"
@@ -62,6 +84,8 @@ def test_a_size_that_does_not_divide_is_refused() -> None:
 def test_more_devices_than_there_are_is_refused() -> None:
     with pytest.raises(OptionError, match="needs 64 devices"):
         ShardingPlan({"tensor": 64}, {}).mesh()
+    with pytest.raises(OptionError, match=f"needs {2**64} devices"):
+        ShardingPlan({"expert": 2**32, "tensor": 2**32}, {}).mesh()
 
 
 SPLIT_RUN = """

@@ -206,6 +206,9 @@ def test_a_choice_that_does_not_exist(write):
         templates.choose()
     with pytest.raises(RequestError, match=r"'other' is neither .*rag"):
         templates.choose("other")
+    for other in (5, b"rag", ["rag"]):
+        with pytest.raises(RequestError, match="chat_template must be a text, not "):
+            templates.choose(other)
 
 
 @pytest.mark.parametrize("stored", [3, [{"name": "default"}], {"default": "A"}])

@@ -65,6 +65,11 @@ def test_do_sample(write, fields, temperature):
         ("top_k", 2.5),
         ("top_p", 1.5),
         ("min_p", True),
+        ("temperature", 10**400),
+        ("repetition_penalty", float("nan")),
+        ("temperature", float("inf")),
+        ("top_k", 10**400),
+        ("eos_token_id", [10**400]),
         ("do_sample", 1),
         ("do_sample", "no"),
     ],
@@ -72,6 +77,11 @@ def test_do_sample(write, fields, temperature):
 def test_wrong_values_name_file_and_field(write, field, value):
     with pytest.raises(CheckpointError, match=rf"generation_config\.json: {field} is "):
         load(write, {field: value})
+
+
+def test_fields_that_stand_there_twice(write):
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: gives twice: top_k"):
+        load(write, '{"top_k": 1, "top_k": 2}')
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", "3"])

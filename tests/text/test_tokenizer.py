@@ -1,5 +1,6 @@
 import copy
 import json
+import re
 
 import pytest
 import tokenizers
@@ -196,8 +197,35 @@ def test_other_tokenizer_files_get_a_way_out(tmp_path):
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfff"])
 def test_text_that_is_not_unicode(byte_level, text):
-    with pytest.raises(RequestError, match="Unicode"):
+    with pytest.raises(RequestError, match=r"valid Unicode: whole characters, no lone surrogates\.$"):
         Tokenizer(byte_level).encode(text)
+
+
+SMALL_FILES = [
+    *("tokenizer.json", "tokenizer.model", "x.tiktoken", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "chat_template.json", "chat_templates/rag.jinja"),
+]
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "says"),
+    [
+        ("nowhere", "is a link to a file that is not there"),
+        ("loop", "cannot be read: .*symbolic links"),
+        ("folder", "is not a file"),
+    ],
+)
+@pytest.mark.parametrize("name", SMALL_FILES)
+def test_what_stands_in_place_of_a_file_is_not_taken_for_its_absence(byte_level, write, name, stand_in, says):
+    folder = write(None if name in SMALL_FILES[:3] else byte_level)
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    if stand_in == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path.name if stand_in == "loop" else "nowhere")
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)}: {says}"):
+        Tokenizer.load(folder)
 
 
 def test_token_bytes(byte_level, byte_fallback):

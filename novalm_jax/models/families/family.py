@@ -175,14 +175,21 @@ NOT_SUPPORTED: Final[Mapping[str, str]] = {
 
 
 def _not_causal(stored: Mapping[str, Any]) -> list[str]:
-    names = stored.get("architectures") or []
-    if names and not any(str(name).endswith("ForCausalLM") for name in names):
-        return [f"architectures is {', '.join(map(str, names))}, which is not a causal language model"]
+    names = stored.get("architectures")
+    if names is None:
+        return []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return [f"architectures = {_short(names)} is not a list of names"]
+    if names and not any(name.endswith("ForCausalLM") for name in names):
+        return [f"architectures is {', '.join(names)}, which is not a causal language model"]
     return []
 
 
 def _mistyped(name: str, value: Any, trait: str) -> str | None:
     """Why `value` cannot be the trait, or None. An integer will do where a fraction is expected; a bool is neither."""
+    # Beyond 64 bits there is no size, and soon no float that could hold it.
+    if type(value) is int and abs(value) >= 2**63:
+        return f"{name} = {_short(value)} is not usable: no number of a model is that large"
     hint = get_type_hints(Traits)[trait]
     for kind in get_args(hint) or (hint,):
         if kind is type(None) and value is None:

@@ -9,11 +9,18 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from novalm_jax.config import RopeConfig
+from novalm_jax.config import MOST, RopeConfig
 from novalm_jax.errors import ConfigError
 
 _ORIGINAL: Final = "original_max_position_embeddings"
 ROPE_FIELDS: Final = ("rope_theta", "rope_scaling", "rope_parameters", _ORIGINAL)
+
+# Beyond these, angles leave float32 or the numbers are slips of the pen.
+_LEAST: Final = 1e-6
+_MOST: Final[Mapping[str, float]] = {
+    **{"rope_theta": 1e14, "factor": 1e6, "low_freq_factor": 1e6, "high_freq_factor": 1e6},
+    **{"beta_fast": 1e6, "beta_slow": 1e6, "attention_factor": 1e3, "mscale": 1e3, "mscale_all_dim": 1e3},
+}
 
 # Which entries of the dictionary each kind reads; `?` marks those with a default.
 _KINDS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -32,16 +39,19 @@ def read_rope(stored: Mapping[str, Any], default_theta: float, *, context_length
     """The rotary embedding that `config.json` asks for. `context_length` is the model's, in tokens.
 
     Raises:
-      ConfigError: an unknown kind, an entry the kind does not read, a missing or mistyped one, or dialects at odds.
+      ConfigError: an unknown kind, an entry the kind does not read, a missing, mistyped or senseless one, or dialects
+        at odds.
     """
     settings = _merged(stored)
     kind: Any = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
     settings.pop("type", None)
     if kind not in tuple(_KINDS):
-        raise ConfigError(f"config.json: rotary embedding of kind {kind!r} is not supported ({', '.join(_KINDS)} are).")
+        raise ConfigError(
+            f"config.json: rotary embedding of kind {kind!r:.60} is not supported ({', '.join(_KINDS)} are)."
+        )
     outside = {"rope_theta": settings.pop("rope_theta", None), _ORIGINAL: stored.get(_ORIGINAL)}
-    if unusable := [f"{name} = {value!r}" for name, value in outside.items() if value is not None and _odd(value)]:
-        raise ConfigError(f"config.json: {', '.join(unusable)}: a positive number is needed.")
+    if faults := [fault for name, value in outside.items() if value is not None and (fault := _fault(name, value))]:
+        raise ConfigError(f"config.json: {'; '.join(faults)}.")
     values = _numbers(kind, settings)
     original = 0
     if kind in ("dynamic", "llama3", "yarn"):
@@ -53,7 +63,12 @@ def read_rope(stored: Mapping[str, Any], default_theta: float, *, context_length
     }
     if kind == "yarn":
         rope |= _yarn(values)
-    return RopeConfig(theta=float(outside["rope_theta"] or default_theta), kind=kind, original_context=original, **rope)
+    config = RopeConfig(
+        theta=float(outside["rope_theta"] or default_theta), kind=kind, original_context=original, **rope
+    )
+    if contradiction := _contradiction(config):
+        raise ConfigError(f"config.json: rotary embedding of kind {kind!r}: {contradiction}.")
+    return config
 
 
 def stretched_context(rope: RopeConfig, context_length: int) -> int:
@@ -75,34 +90,37 @@ def _merged(stored: Mapping[str, Any]) -> dict[str, Any]:
     scaling = stored.get("rope_scaling") or {}
     for name, value in (("rope_parameters", nested), ("rope_scaling", scaling)):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"config.json: {name} should be an object, and is {value!r}.")
+            raise ConfigError(f"config.json: {name} should be an object, and is {value!r:.60}.")
     top = {"rope_theta": stored["rope_theta"]} if stored.get("rope_theta") is not None else {}
     merged: dict[str, Any] = {}
     for part in (nested, scaling, top):
         for name, value in part.items():
-            if merged.setdefault(name, value) != value:
+            if name in merged and merged[name] != value:
                 raise ConfigError(
-                    f"config.json gives the rotary setting {name} twice, as {merged[name]!r} and as {value!r}. "
+                    f"config.json gives the rotary setting {name} twice, as {merged[name]!r:.60} and as {value!r:.60}. "
                     "Keep either rope_parameters or rope_theta with rope_scaling."
                 )
+            merged[name] = value
     partial = merged.pop("partial_rotary_factor", None)
     if partial not in (None, 1, 1.0):
-        raise ConfigError(f"config.json: partial_rotary_factor = {partial!r} is not supported by this family.")
+        raise ConfigError(f"config.json: partial_rotary_factor = {partial!r:.60} is not supported by this family.")
     return merged
 
 
 def _numbers(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The entries this kind reads, checked; null stands for absent where there is a default."""
     wanted = {name.rstrip("?"): not name.endswith("?") for name in _KINDS[kind]}
-    problems = [f"{name} = {value!r} has no meaning there" for name, value in settings.items() if name not in wanted]
+    problems = [
+        f"{name} = {value!r:.60} has no meaning there" for name, value in settings.items() if name not in wanted
+    ]
     values = {}
     for name, required in wanted.items():
         value = settings.get(name)
         if value is None:
             if required:
                 problems.append(f"{name} is missing")
-        elif type(value) is not bool if name == "truncate" else _odd(value):
-            problems.append(f"{name} = {value!r} is not usable")
+        elif fault := _fault(name, value):
+            problems.append(fault)
         else:
             values[name] = value
     if problems:
@@ -110,9 +128,28 @@ def _numbers(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _odd(value: Any) -> bool:
-    """Whether this is no positive number."""
-    return type(value) not in (int, float) or not value > 0
+def _fault(name: str, value: Any) -> str | None:
+    """Why the setting cannot have this value, or None."""
+    if name == "truncate":
+        usable, wanted = type(value) is bool, "true or false"
+    elif name == _ORIGINAL:
+        usable, wanted = type(value) is int and 1 <= value <= MOST, f"a whole number from 1 to {MOST}"
+    else:
+        # Neither NaN nor an integer too large for a float passes: it is compared, not converted.
+        usable = type(value) in (int, float) and _LEAST <= value <= _MOST[name]
+        wanted = f"a number from {_LEAST:g} to {_MOST[name]:g}"
+    return None if usable else f"{name} = {value!r:.60} is not usable ({wanted} is)"
+
+
+def _contradiction(rope: RopeConfig) -> str | None:
+    """Why no frequencies follow from these settings, though each is usable by itself, or None."""
+    if rope.kind == "llama3" and not rope.high_freq_factor > rope.low_freq_factor:
+        return f"high_freq_factor = {rope.high_freq_factor} must be more than low_freq_factor = {rope.low_freq_factor}"
+    if rope.kind == "yarn" and not rope.beta_fast > rope.beta_slow:
+        return f"beta_fast = {rope.beta_fast} must be more than beta_slow = {rope.beta_slow}"
+    if rope.kind == "yarn" and not rope.theta > 1:
+        return f"rope_theta = {rope.theta} must be more than 1"
+    return None
 
 
 def _yarn(values: Mapping[str, Any]) -> dict[str, Any]:
