@@ -113,16 +113,18 @@ def _complete(llm: LLM, options: GenerateOptions, prompts: Sequence[str | list[i
     """Completions in order, an empty line between them; all of them run together."""
     clock = _Clock()
     texts = llm.streams(prompts, options.sampling)
+    shown = 0
     try:
-        for number, text in enumerate(texts):
-            if number and not options.json:
+        for text in texts:
+            if shown and not options.json:
                 print()
             _show(text, prompts, options)
+            shown += 1
     except KeyboardInterrupt:
         # What there is counts: the rest of the text in hand and, as records, of all that have begun.
         for text in texts:
             text.close()
-        begun = [text for text in texts[number:] if text.completion.token_ids]
+        begun = [text for text in texts[shown:] if text.completion.token_ids]
         for text in begun if options.json else begun[:1]:
             _show(text, prompts, options)
         clock.tell(texts)

@@ -72,8 +72,9 @@ class Engine:
         except EngineError:
             if self._closed or request.ended:
                 raise
-        if not request.ended and request not in self._requests:
-            raise EngineError("The request is unknown here; it was submitted to another LLM, or not at all.")
+        with self._lock:
+            if request.finish_reason is None and request not in self._requests:
+                raise EngineError("The request is unknown here; it was submitted to another LLM, or not at all.")
 
     def abort(self, requests: Sequence[Request]) -> None:
         """Ends those that still run; their rows are free from the next step on."""
