@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 import torch  # type: ignore[import-not-found]
 import transformers  # type: ignore[import-not-found]
-from cases import ABSENT, CASES, Case
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+
+from cases import ABSENT, CASES, Case
 
 HERE = Path(__file__).parent
 TOKENS, GREEDY = 24, 16
