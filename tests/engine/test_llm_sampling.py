@@ -241,7 +241,9 @@ def test_min_tokens_rules_out_the_end_until_then(tmp_path, temperature):
         assert llm.generate([X], replace(params, min_tokens=3))[0].token_ids == [B, B, B, EOS]
         stopped = replace(params, min_tokens=2, stop_token_ids=(B,), logit_bias={C: 30})
         assert llm.generate([X], stopped)[0].token_ids == [C, C, EOS]
-        assert llm.generate([X], replace(params, min_tokens=50, max_tokens=4))[0].finish_reason == "length"
+        assert llm.generate([X], replace(params, min_tokens=4, max_tokens=4))[0].finish_reason == "length"
+    with pytest.raises(RequestError, match="min_tokens: 50 is more than max_tokens, which is 4"):
+        replace(params, min_tokens=50, max_tokens=4)
 
 
 def test_no_tokens_are_none_and_no_limit_is_the_context(speaker):
