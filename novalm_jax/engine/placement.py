@@ -91,6 +91,7 @@ class _Sizes:
         self._model = abstract_model(checkpoint.config, options.dtype)
         self._dtype = np.dtype(jnp.dtype(options.dtype))
         self._rows = options.max_batch
+        self._made: dict[int, Programs] = {}
         self._sampler_bytes = Sampler(options.max_batch, checkpoint.config.vocab_size).nbytes
 
     def of(self, context: int) -> tuple[Programs, MemoryPlan]:
@@ -101,10 +102,13 @@ class _Sizes:
     def longest(self, wanted: int, budget: int) -> tuple[int, Programs, MemoryPlan]:
         """As `of`, for the longest context up to `wanted` that stays within `budget`; else for the one that takes the
         least."""
+        first = self._programs(wanted)
+        cache_of_block = first.cache_bytes // (first.shapes.capacity // KV_BLOCK)
+        always = sum(self._held(first).values()) - first.cache_bytes
         # Below the largest chunk, prefill takes smaller ones and a fraction of the workspace: a range of its own.
         for longest in dict.fromkeys((wanted, min(wanted, PREFILL_ROWS[-1] - KV_BLOCK))):
             context, workspace = longest, 0
-            while (context := min(context, self._that_fits(budget - workspace))) > 0:
+            while (context := min(context, _that_fits(budget - workspace - always, cache_of_block))) > 0:
                 programs, plan = self.of(context)
                 if plan.fits(budget):
                     return context, programs, plan
@@ -114,18 +118,21 @@ class _Sizes:
         shortest = dict.fromkeys(min(wanted, KV_BLOCK * blocks) for blocks in (1, 2))
         return min(((context, *self.of(context)) for context in shortest), key=lambda found: found[2].device_bytes)
 
-    def _that_fits(self, memory: int) -> int:
-        """Tokens of context whose cache fits in `memory` beside what is always there."""
-        one = self._held(self._programs(KV_BLOCK))
-        cache = one.pop("KV cache")
-        positions = max(memory - sum(one.values()), 0) // cache * KV_BLOCK
-        return positions if positions <= PREFILL_ROWS[-1] else positions // PREFILL_ROWS[-1] * PREFILL_ROWS[-1]
-
     def _programs(self, context: int) -> Programs:
-        return Programs(self._model, Shapes(self._rows, capacity_for(context), self._dtype))
+        """Made once for each capacity: that takes the whole model apart."""
+        capacity = capacity_for(context)
+        if capacity not in self._made:
+            self._made[capacity] = Programs(self._model, Shapes(self._rows, capacity, self._dtype))
+        return self._made[capacity]
 
     def _held(self, programs: Programs) -> dict[str, int]:
         return {**programs.weight_bytes, "KV cache": programs.cache_bytes, "sampler": self._sampler_bytes}
+
+
+def _that_fits(memory: int, cache_of_block: int) -> int:
+    """Tokens of context whose cache fits in `memory`, where each block of positions takes `cache_of_block` bytes."""
+    positions = max(memory, 0) // cache_of_block * KV_BLOCK
+    return positions if positions <= PREFILL_ROWS[-1] else positions // PREFILL_ROWS[-1] * PREFILL_ROWS[-1]
 
 
 def _advice(options: EngineOptions, context: int) -> list[str]:
