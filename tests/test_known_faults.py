@@ -24,18 +24,20 @@ from jax import lax
 from safetensors.numpy import load_file, save_file
 
 from fault_checks import Check, Fault, Patch, checks_of, name_of, near, refused, see
-from novalm_jax import LLM, SamplingParams, config, load_model
+from novalm_jax import LLM, SamplingParams, load_model
 from novalm_jax.checkpoint import load, mapping
 from novalm_jax.checkpoint.header import read_header
 from novalm_jax.checkpoint.load import Checkpoint
-from novalm_jax.config import LayerConfig, MoEConfig, Traits
+from novalm_jax.config import AttentionConfig, LayerConfig, MoEConfig, RouterConfig
 from novalm_jax.errors import CheckpointError
 from novalm_jax.models import moe, rope
 from novalm_jax.models.families import family as family_table
 from novalm_jax.models.families import find_family
+from novalm_jax.models.families import traits as traits_table
 from novalm_jax.models.families.family import Packed
-from novalm_jax.models.moe import Routing, choose
+from novalm_jax.models.families.traits import Traits
 from novalm_jax.models.params import parameters_of
+from novalm_jax.models.router import Routing, choose
 from tiny_checkpoints import tiny_checkpoint, write_json
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -58,10 +60,10 @@ def near_golden(case: str, folder: Path | None = None) -> None:
 def check_router_weights(_: Path) -> None:
     """Text begins sensibly and wanders off: the weights of the chosen experts come from a softmax over them alone, or
     are raw logits, although the checkpoint does not renormalise."""
-    router = MoEConfig(num_experts=4, experts_per_token=2, expert_width=8, activation="silu")
     logits = jnp.asarray([[2.0, 1.0, 0.0, -1.0]])
-    near(moe.choose(logits, router).weights, [[0.6439, 0.2369]], "weights of two of four")
-    near(moe.choose(logits, replace(router, renormalise=True)).weights, [[0.7311, 0.2689]], "weights that add up to 1")
+    shared = RouterConfig(renormalise=True)
+    near(moe.choose(logits, RouterConfig(), 2).weights, [[0.6439, 0.2369]], "weights of two of four")
+    near(moe.choose(logits, shared, 2).weights, [[0.7311, 0.2689]], "weights that add up to 1")
 
 
 def check_unnormalised_models(_: Path) -> None:
@@ -80,12 +82,15 @@ def check_unnormalised_decoding(_: Path) -> None:
 
 
 def softmax_over_the_chosen(patch: Patch) -> None:
-    patch.setattr(moe, "choose", lambda logits, router: choose(logits, replace(router, softmax="after")))
+    def chosen(logits: jax.Array, router: RouterConfig, k: int, bias: jax.Array | None = None) -> Routing:
+        return choose(logits, replace(router, choose_first=True), k, bias)
+
+    patch.setattr(moe, "choose", chosen)
 
 
 def raw_logits_for_weights(patch: Patch) -> None:
-    def chosen(logits: jax.Array, router: MoEConfig) -> Routing:
-        top, ids = lax.top_k(logits, router.experts_per_token)
+    def chosen(logits: jax.Array, router: RouterConfig, k: int, bias: jax.Array | None = None) -> Routing:
+        top, ids = lax.top_k(logits, k)
         return Routing(ids, top)
 
     patch.setattr(moe, "choose", chosen)
@@ -127,7 +132,7 @@ def check_models_with_dense_layers(_: Path) -> None:
 
 def by_rule(name: str, rule: Callable[[Traits, int], bool]) -> Callable[[Patch], None]:
     def apply(patch: Patch) -> None:
-        patch.setattr(config, "sparse_layers", lambda traits: [rule(traits, i) for i in range(traits.num_layers)])
+        patch.setattr(traits_table, "sparse_layers", lambda traits: [rule(traits, i) for i in range(traits.num_layers)])
 
     apply.__name__ = name
     return apply
@@ -165,6 +170,7 @@ def check_llama3_frequencies(_: Path) -> None:
     for spelling in ("rope_type", "type"):
         fields = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": {spelling: "llama3", **entries}}
         attention = layers_of({**DENSE_LAYERS, **fields})[0].attention
+        assert isinstance(attention, AttentionConfig) and attention.rope is not None
         ratio = 5e5 ** (-np.arange(0, 64, 2) / 64) / rope.static_frequencies(attention.rope, 64)
         near(ratio[:15], 1, f"high frequencies ({spelling})")
         near(ratio[18:], 32, f"low frequencies ({spelling})")

@@ -78,7 +78,7 @@ class Checkpoint:
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}") from None
         shapes = {path: param.shape for path, param in parameters_of(abstract_model(config)).items()}
-        return cls(folder, config, map_weights(family, shapes, stored))
+        return cls(folder, config, map_weights(family, shapes, stored, family.count_extra_layers(raw)))
 
     def load(self, dtype: str, put: Put) -> Decoder:
         """The model with its weights, each rounded once to `dtype` ("float32" or "bfloat16") and given to `put`.
@@ -90,8 +90,9 @@ class Checkpoint:
         parameters = parameters_of(model)
         with TensorReader() as reader, _progress(self.weights.nbytes) as advance:
             for assignment in sorted(self.weights.assignments, key=_place):
-                buffer = read_parameter(reader, assignment, np.dtype(jnp.dtype(dtype)), advance)
-                parameters[assignment.path].set_value(put(assignment.path, buffer))
+                parameter = parameters[assignment.path]
+                buffer = read_parameter(reader, assignment, np.dtype(parameter.dtype), advance)
+                parameter.set_value(put(assignment.path, buffer))
         return model
 
 

@@ -1,4 +1,4 @@
-"""Which stored bytes fill which parameter. Decided from names and shapes alone, before any memory is taken.
+"""Which stored bytes fill which parameter, and the reverse. Decided from names and shapes alone, without any memory.
 
 Strict both ways: every parameter is filled exactly once, every stored tensor is read or known to be needless. All
 that does not fit is collected and said at once. Knows the tables of families; reads no file and makes no array.
@@ -7,6 +7,7 @@ that does not fit is collected and said at once. Knows the tables of families; r
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ import numpy as np
 from novalm_jax.checkpoint.dtypes import numpy_dtype
 from novalm_jax.checkpoint.header import StoredTensor, some
 from novalm_jax.errors import CheckpointError
-from novalm_jax.models.families.family import Family, Packed, PerExpert, Source
+from novalm_jax.models.families.family import Family, Flat, Fused, Packed, PerExpert, Source
 
 Shape = tuple[int, ...]
 
@@ -60,13 +61,48 @@ class WeightMap:
         return sum(piece.nbytes for assignment in self.assignments for piece in assignment.pieces)
 
 
-def map_weights(family: Family, shapes: Mapping[str, Shape], stored: Mapping[str, StoredTensor]) -> WeightMap:
+@dataclass(frozen=True)
+class Part:
+    """Elements of an output tensor, from `start` on, that are a parameter, or one `row` of it, in C order."""
+
+    path: str
+    row: int | None
+    start: int
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class TensorOut:
+    """A tensor of a checkpoint to be written, and the parts that make it, in order and without gaps."""
+
+    name: str
+    shape: Shape
+    parts: tuple[Part, ...]
+
+
+def written_tensors(family: Family, shapes: Mapping[str, Shape]) -> list[TensorOut]:
+    """The tensors of a checkpoint in the family's published form, from parameter path -> shape."""
+    parts: dict[str, list[Part]] = defaultdict(list)
+    whole: dict[str, Shape] = {}
+    for path, shape in shapes.items():
+        for want in _wanted(_sources(family, path)[0], shape, shapes):
+            parts[want.name].append(Part(path, want.row, want.start, want.shape))
+            whole[want.name] = want.tensor_shape
+    return [
+        TensorOut(name, shape, tuple(sorted(parts[name], key=lambda part: part.start))) for name, shape in whole.items()
+    ]
+
+
+def map_weights(
+    family: Family, shapes: Mapping[str, Shape], stored: Mapping[str, StoredTensor], extra_layers: int = 0
+) -> WeightMap:
     """Finds the stored tensors of every parameter.
 
     Args:
       family: whose tensor names to use.
       shapes: parameter path -> shape.
       stored: from `list_tensors`.
+      extra_layers: how many stored layers after the last one are not needed.
 
     Raises:
       CheckpointError: tensors missing, left over, stored in two layouts at once, of the wrong shape, or of a dtype
@@ -76,7 +112,7 @@ def map_weights(family: Family, shapes: Mapping[str, Shape], stored: Mapping[str
     used: set[str] = set()
     assignments = []
     for path, shape in shapes.items():
-        layouts = [_wanted(source, shape) for source in _sources(family, path)]
+        layouts = [_wanted(source, shape, shapes) for source in _sources(family, path)]
         present = [layout for layout in layouts if any(want.name in stored for want in layout)]
         if len(present) > 1:
             problems.doubled += [f"{path}, as {layout[0].name} and so on" for layout in present]
@@ -87,7 +123,10 @@ def map_weights(family: Family, shapes: Mapping[str, Shape], stored: Mapping[str
         if not absent:
             assignments.append(Assignment(path, shape, tuple(_checked(want, stored, problems) for want in layout)))
     left = [name for name in stored if name not in used]
-    needless = [name for name in left if _needless(family, name, tied="head.weight" not in shapes)]
+    extra = _extra_prefixes(family, shapes, extra_layers)
+    needless = [
+        name for name in left if _needless(family, name, tied="head.weight" not in shapes) or name.startswith(extra)
+    ]
     problems.unexpected += sorted(set(left) - set(needless))
     problems.raise_if_any(next(iter(stored.values())).file.parent if stored else None)
     return WeightMap(tuple(assignments), tuple(needless))
@@ -109,10 +148,16 @@ def _sources(family: Family, path: str) -> Sequence[Source]:
     layer = re.search(r"\.(\d+)\.", path)
     number = layer.group(1) if layer else ""
     pattern = path.replace(f".{number}.", ".{l}.", 1) if layer else path
-    return [replace(source, name=source.name.replace("{l}", number)) for source in family.tensors[pattern]]
+
+    def numbered(source: Source) -> Source:
+        if isinstance(source, Fused):
+            source = replace(source, paths=tuple(path.replace("{l}", number) for path in source.paths))
+        return replace(source, name=source.name.replace("{l}", number))
+
+    return [numbered(source) for source in family.tensors[pattern]]
 
 
-def _wanted(source: Source, shape: Shape) -> list[_Want]:
+def _wanted(source: Source, shape: Shape, shapes: Mapping[str, Shape]) -> list[_Want]:
     """What has to be stored for this parameter, if it is stored in this way."""
     if isinstance(source, PerExpert):
         names = (source.name.replace("{e}", str(e)) for e in range(shape[0]))
@@ -123,6 +168,13 @@ def _wanted(source: Source, shape: Shape) -> list[_Want]:
         size = int(np.prod(shape[1:]))
         starts = (size * (e * source.parts + source.part) for e in range(experts))
         return [_Want(source.name, whole, start, shape[1:], e) for e, start in enumerate(starts)]
+    if isinstance(source, Fused):
+        lengths = [shapes[path][0] for path in source.paths]
+        start = sum(lengths[: source.part]) * int(np.prod(shape[1:]))
+        return [_Want(source.name, (sum(lengths), *shape[1:]), start, shape, None)]
+    if isinstance(source, Flat):
+        flat = (1, *shape) if len(shape) == 1 else (shape[0] * shape[1], *shape[2:])
+        return [_Want(source.name, flat, 0, shape, None)]
     return [_Want(source.name, shape, 0, shape, None)]
 
 
@@ -141,6 +193,16 @@ def _needless(family: Family, name: str, *, tied: bool) -> bool:
     if tied and any(name == source.name for source in family.tensors["head.weight"]):
         return True
     return any(re.fullmatch(pattern, name) for pattern in family.ignored_tensors)
+
+
+def _extra_prefixes(family: Family, shapes: Mapping[str, Shape], extra_layers: int) -> tuple[str, ...]:
+    """What the names of tensors begin with that belong to layers after the last one."""
+    numbers = {int(path.split(".")[1]) for path in shapes if path.startswith("layers.")}
+    before = {
+        source.name.split("{l}")[0] for sources in family.tensors.values() for source in sources if "{l}" in source.name
+    }
+    last = max(numbers, default=-1)
+    return tuple(f"{prefix}{last + 1 + i}." for prefix in before for i in range(extra_layers))
 
 
 class _Problems:

@@ -30,7 +30,8 @@ from novalm_jax.kernels.storage import storage_dtype
 from novalm_jax.kv.static import CacheView, LayerCache, cache_shape
 from novalm_jax.models.attention import Positions
 from novalm_jax.models.decoder import Decoder, DecoderLayer, Routed, without_experts
-from novalm_jax.models.moe import MoE, Routing
+from novalm_jax.models.moe import MoE, input_scales
+from novalm_jax.models.router import Routing
 
 DECODE_ROWS = (4, 8, 16, 32)
 """Row counts that decode is compiled for. XLA's CPU backend rounds bfloat16 products of 2 rows differently."""
@@ -180,8 +181,8 @@ class Functions:
     def experts(self, config: LayerConfig, dense: Leaves, experts: Weights, routed: Routed) -> jax.Array:
         """A prefill chunk from the router split to the end of the layer: `[1, t, d]`."""
         assert isinstance(config.feed_forward, MoEConfig)
-        activation = config.feed_forward.activation
-        products = expert_kernel.grouped(routed.h, routed.routing.ids, experts, activation, EXPERT_GROUP)
+        ids, scales = routed.routing.ids, input_scales(config.feed_forward, routed.routing)
+        products = expert_kernel.grouped(routed.h, ids, experts, config.feed_forward.expert, EXPERT_GROUP, scales)
         return self._structure.layer(config, dense).combine(routed, products)
 
     def decode(
@@ -207,8 +208,8 @@ class Functions:
         if not isinstance(routed, Routed):
             return routed, cache
         assert weights.experts is not None and isinstance(config.feed_forward, MoEConfig)
-        activation = config.feed_forward.activation
-        products = expert_kernel.by_expert(routed.h, routed.routing.ids, weights.experts, activation)
+        ids, scales = routed.routing.ids, input_scales(config.feed_forward, routed.routing)
+        products = expert_kernel.by_expert(routed.h, ids, weights.experts, config.feed_forward.expert, scales)
         layer = self._structure.layer(config, weights.dense)
         return lax.optimization_barrier(layer.combine(routed, lax.optimization_barrier(products))), cache
 

@@ -1,11 +1,13 @@
 """Causal grouped-query attention: the plain form, and the one over a cache that costs what the true length costs.
 
-Scores, softmax and sums are float32. A query at position p sees keys at positions j <= p and, with a window of w,
-j > p - w. Layouts: queries `[..., t, h, c]`; keys and values of the cache `[rows, g, s, c]`, h a multiple of g, so that
-a head's positions are contiguous. Caches may be in storage form.
+Scores, softmax and sums are float32. Layouts: queries `[..., t, h, c]`; keys and values of the cache `[rows, g, s, c]`,
+h a multiple of g, so that a head's positions are contiguous. Caches may be in storage form.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +20,48 @@ _NEVER = -1e30
 """Score of a key that may not be seen: finite, so that a row which sees nothing yet stays free of NaN."""
 
 
-def reference(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, window: int | None) -> jax.Array:
-    """Attention of a whole sequence to itself: q `[b, t, h, c]`, k and v `[b, t, g, c]`, result `[b, t, h, c]`."""
+class Rule(NamedTuple):
+    """What a query sees, and how strongly.
+
+    Attributes:
+      scale: multiplies q.k.
+      window: a query at position p sees keys at j > p - window; at all j <= p where it is None.
+      chunk: of those, the keys with j // chunk == p // chunk.
+    """
+
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+
+
+ReadBlock = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+"""Row and number of a block of cache positions -> its keys `[g, block, c]` and values `[g, block, c']`."""
+
+
+def reference(q: jax.Array, k: jax.Array, v: jax.Array, rule: Rule, sinks: jax.Array | None = None) -> jax.Array:
+    """Attention of a whole sequence to itself.
+
+    Args:
+      q: `[b, t, h, c]`.
+      k, v: `[b, t, g, c]` and `[b, t, g, c']`.
+      rule: what is seen.
+      sinks: `[h]`, a logit of each head that takes part in the softmax and stands for no key (arXiv:2309.17453).
+
+    Returns:
+      `[b, t, h, c']` in q's dtype.
+    """
     b, t, h, c = q.shape
     g = k.shape[2]
-    scores = einsum("btgnc,bsgc->bgnts", q.reshape(b, t, g, h // g, c), k) * scale
+    scores = einsum("btgnc,bsgc->bgnts", q.reshape(b, t, g, h // g, c), k) * rule.scale
     position = jnp.arange(t)
-    seen = _visible(position[:, None], position[None, :], window)[None, None, None]
-    weights = jax.nn.softmax(jnp.where(seen, scores, _NEVER), axis=-1)
-    return einsum("bgnts,bsgc->btgnc", weights, v.astype(jnp.float32)).reshape(b, t, h, c).astype(q.dtype)
+    seen = _visible(position[:, None], position[None, :], rule)[None, None, None]
+    scores = jnp.where(seen, scores, _NEVER)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, g, h // g, 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :t]
+    mixed = einsum("bgnts,bsgc->btgnc", weights, v.astype(jnp.float32))
+    return mixed.reshape(b, t, h, v.shape[-1]).astype(q.dtype)
 
 
 def cached(
@@ -35,40 +70,68 @@ def cached(
     values: jax.Array,
     rows: jax.Array,
     starts: jax.Array,
-    scale: float,
-    window: int | None,
+    rule: Rule,
+    sinks: jax.Array | None,
     block: int,
 ) -> jax.Array:
     """Attention of new tokens to a cache that already holds their own keys and values.
-
-    Every row walks the blocks it can see, with a trip count that only the run knows, and carries an online softmax
-    (arXiv:1805.02867) through them in order.
 
     Args:
       q: `[b, t, h, c]`; token i of row r stands at position `starts[r] + i`.
       keys, values: `[rows, g, s, c]`, in q's dtype or its storage form; s is a multiple of `block`.
       rows: int32 `[b]`, which row of the cache each row of q reads.
       starts: int32 `[b]`; negative for a row that is to see nothing (its result is zeros).
+      rule, sinks: as for `reference`.
       block: cache positions handled at a time.
 
     Returns:
       `[b, t, h, c]` in q's dtype.
     """
+
+    def read(row: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, v = (read_positions(cache, row, number, block, q.dtype) for cache in (keys, values))
+        return k, v
+
+    return walk(q, read, keys.shape[1], values.shape[-1], rows, starts, rule, sinks, block)
+
+
+def walk(
+    q: jax.Array,
+    read: ReadBlock,
+    g: int,
+    value_dim: int,
+    rows: jax.Array,
+    starts: jax.Array,
+    rule: Rule,
+    sinks: jax.Array | None,
+    block: int,
+) -> jax.Array:
+    """`cached` over anything that blocks of keys and values can be read from.
+
+    Every row walks the blocks it can see, with a trip count that only the run knows, and carries an online softmax
+    (arXiv:1805.02867) through them in order. It begins with the sinks, as with a key whose value is nothing.
+    """
     _, t, h, c = q.shape
-    g = keys.shape[1]
+    m = h // g * t
     position = jnp.arange(t, dtype=jnp.int32)
+    zeros = jnp.zeros((g, m, 1), jnp.float32)
+    top, total = zeros + _NEVER, zeros
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(g, h // g, 1)
+        top, total = jnp.broadcast_to(sink, (g, h // g, t)).reshape(g, m, 1), zeros + 1.0
+    empty = (top, total, jnp.zeros((g, m, value_dim), jnp.float32))
 
     def one_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         queries, index, start = row
-        queries = queries.reshape(t, g, h // g, c).transpose(1, 2, 0, 3).reshape(g, h // g * t, c)
+        queries = queries.reshape(t, g, h // g, c).transpose(1, 2, 0, 3).reshape(g, m, c)
         at = jnp.tile(start + position, h // g)
 
         def see_block(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             top, total, mixed = carry
-            k, v = (_block(cache, index, i, block, q.dtype) for cache in (keys, values))
+            k, v = read(index, i)
             key_at = i * block + jnp.arange(block, dtype=jnp.int32)
-            seen = _visible(at[None, :, None], key_at[None, None, :], window)
-            scores = jnp.where(seen, einsum("gmc,gsc->gms", queries, k) * scale, _NEVER)
+            seen = _visible(at[None, :, None], key_at[None, None, :], rule)
+            scores = jnp.where(seen, einsum("gmc,gsc->gms", queries, k) * rule.scale, _NEVER)
             new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
             weights = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
             fade = jnp.exp(top - new_top)
@@ -77,25 +140,36 @@ def cached(
             mixed = mixed * fade + einsum("gms,gsc->gmc", weights, v)
             return new_top, total * fade + weights.sum(axis=-1, keepdims=True), mixed
 
-        nothing = jnp.zeros((g, h // g * t, 1), jnp.float32)
-        first = jnp.int32(0) if window is None else jnp.maximum(start - window + 1, 0) // block
         last = jnp.where(start < 0, 0, -(-(start + t) // block))
-        empty = (nothing + _NEVER, nothing, jnp.zeros((g, h // g * t, c), jnp.float32))
-        _, total, mixed = lax.fori_loop(first, last, see_block, empty)
+        _, total, mixed = lax.fori_loop(_first_seen(start, rule) // block, last, see_block, empty)
         out = mixed / jnp.where(total > 0, total, 1.0)
-        return out.reshape(g, h // g, t, c).transpose(2, 0, 1, 3).reshape(t, h, c).astype(q.dtype)
+        return out.reshape(g, h // g, t, value_dim).transpose(2, 0, 1, 3).reshape(t, h, value_dim).astype(q.dtype)
 
     return lax.map(one_row, (q, rows, starts))
 
 
-def _visible(query: jax.Array, key: jax.Array, window: int | None) -> jax.Array:
-    seen = key <= query
-    return seen if window is None else seen & (key > query - window)
-
-
-def _block(cache: jax.Array, row: jax.Array, number: jax.Array, block: int, dtype: jnp.dtype) -> jax.Array:
-    """Positions `number * block` on of one row of the cache: `[g, block, c]`."""
+def read_positions(cache: jax.Array, row: jax.Array, number: jax.Array, block: int, dtype: jnp.dtype) -> jax.Array:
+    """Positions `number * block` on of one row of a cache `[rows, g, s, c]`: `[g, block, c]` in `dtype`."""
     _, g, _, c = cache.shape
     zero = jnp.int32(0)
     part = lax.dynamic_slice(cache, (row, zero, number * block, zero), (1, g, block, c))[0]
     return view_as(part, dtype)
+
+
+def _visible(query: jax.Array, key: jax.Array, rule: Rule) -> jax.Array:
+    seen = key <= query
+    if rule.window is not None:
+        seen &= key > query - rule.window
+    if rule.chunk is not None:
+        seen &= key // rule.chunk == query // rule.chunk
+    return seen
+
+
+def _first_seen(start: jax.Array, rule: Rule) -> jax.Array:
+    """The first position that the query at `start` sees, or 0 where none is known."""
+    first = jnp.int32(0)
+    if rule.window is not None:
+        first = jnp.maximum(first, start - rule.window + 1)
+    if rule.chunk is not None:
+        first = jnp.maximum(first, start // rule.chunk * rule.chunk)
+    return first

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from novalm_jax.config import Activation
+from novalm_jax.config import Activation, ClampConfig, ExpertConfig
 from novalm_jax.kernels.linear import einsum
 from novalm_jax.kernels.storage import view_as
 
@@ -29,32 +29,63 @@ _ACTIVATIONS = {
 
 
 class Weights(NamedTuple):
-    """Weights of gated MLPs: gate and up `[..., f, d]`, down `[..., d, f]`; experts are stacked in front."""
+    """Weights of gated MLPs as they are stored, which `ExpertConfig` describes; experts are stacked in front.
 
-    gate: jax.Array
+    Attributes:
+      gate: `[..., f, d]`, or `[..., d, f]` where the configuration says `inputs_first`; None where up holds both.
+      up: as gate, or both in one matrix with 2 f in place of f.
+      down: `[..., d, f]`, or the other way round.
+      gate_bias, up_bias, down_bias: `[..., f]`, `[..., f]` (or `[..., 2 f]`) and `[..., d]`; None where there are none.
+    """
+
+    gate: jax.Array | None
     up: jax.Array
     down: jax.Array
+    gate_bias: jax.Array | None = None
+    up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
 
 
-def gated(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
+def gated(gate: jax.Array, up: jax.Array, activation: Activation, clamp: ClampConfig | None = None) -> jax.Array:
     """act(gate) * up in float32, rounded once to the dtype of the inputs."""
-    inner: jax.Array = _ACTIVATIONS[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)
+    wide, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    if clamp is not None:
+        wide, up = jnp.minimum(wide, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
+        return ((up + 1) * wide * jax.nn.sigmoid(wide * clamp.alpha)).astype(gate.dtype)
+    inner: jax.Array = _ACTIVATIONS[activation](wide) * up
     return inner.astype(gate.dtype)
 
 
-def expert_product(x: jax.Array, weights: Weights, activation: Activation) -> jax.Array:
+def expert_product(x: jax.Array, weights: Weights, config: ExpertConfig) -> jax.Array:
     """One expert's gated MLP on `x [t, d]`: `[t, d]` in x's dtype (arXiv:2002.05202)."""
-    inner = gated(einsum("td,fd->tf", x, weights.gate), einsum("td,fd->tf", x, weights.up), activation)
-    return einsum("tf,df->td", inner.astype(x.dtype), weights.down).astype(x.dtype)
+
+    def product(matrix: jax.Array, bias: jax.Array | None, inputs_first: bool, inputs: jax.Array) -> jax.Array:
+        out = einsum("ti,io->to" if inputs_first else "ti,oi->to", inputs, matrix)
+        return out if bias is None else out + bias.astype(jnp.float32)[None]
+
+    up = product(weights.up, weights.up_bias, config.inputs_first, x)
+    if config.joint == "halves":
+        gate, up = jnp.split(up, 2, axis=-1)
+    elif config.joint == "alternate":
+        gate, up = up[:, ::2], up[:, 1::2]
+    else:
+        assert weights.gate is not None
+        gate = product(weights.gate, weights.gate_bias, config.inputs_first, x)
+    inner = gated(gate, up, config.activation, config.clamp).astype(x.dtype)
+    return product(weights.down, weights.down_bias, config.down_inputs_first, inner).astype(x.dtype)
 
 
-def reference(x: jax.Array, ids: jax.Array, weights: Weights, activation: Activation) -> jax.Array:
+def reference(
+    x: jax.Array, ids: jax.Array, weights: Weights, config: ExpertConfig, scales: jax.Array | None = None
+) -> jax.Array:
     """Every expert on every token, then a choice: plain, differentiable, and as slow as there are experts.
 
     Args:
       x: `[t, d]`.
       ids: int32 `[t, k]`, the chosen experts.
       weights: stacked over `e` experts.
+      config: what an expert computes.
+      scales: float32 `[t, k]`, multiply what each chosen expert is given of x.
 
     Returns:
       `[t, k, d]` in x's dtype.
@@ -62,34 +93,44 @@ def reference(x: jax.Array, ids: jax.Array, weights: Weights, activation: Activa
 
     def add_expert(products: jax.Array, numbered: tuple[jax.Array, Weights]) -> tuple[jax.Array, None]:
         number, expert = numbered
-        chosen = (ids == number)[..., None]
-        return jnp.where(chosen, expert_product(x, expert, activation)[:, None, :], products), None
+        product = expert_product(_scaled(x, ids == number, scales), expert, config)
+        return jnp.where((ids == number)[..., None], product[:, None, :], products), None
 
     products = jnp.zeros((*ids.shape, x.shape[-1]), x.dtype)
-    numbers = jnp.arange(weights.gate.shape[0], dtype=ids.dtype)
+    numbers = jnp.arange(weights.down.shape[0], dtype=ids.dtype)
     return lax.scan(add_expert, products, (numbers, weights))[0]
 
 
-def by_expert(x: jax.Array, ids: jax.Array, weights: Weights, activation: Activation) -> jax.Array:
+def by_expert(
+    x: jax.Array, ids: jax.Array, weights: Weights, config: ExpertConfig, scales: jax.Array | None = None
+) -> jax.Array:
     """As `reference`, running the experts that are present and no others. For a few rows, at least 2."""
-    num_experts = weights.gate.shape[0]
+    num_experts = weights.down.shape[0]
     present = jnp.zeros(num_experts, jnp.int32).at[ids.reshape(-1)].set(1, mode="drop")
     numbers = jnp.argsort(1 - present, stable=True).astype(ids.dtype)
 
     def add_expert(i: jax.Array, products: jax.Array) -> jax.Array:
         number = numbers[i]
-        product = expert_product(x, _expert(weights, number, x.dtype), activation)
-        return jnp.where((ids == number)[..., None], product[:, None, :], products)
+        chosen = ids == number
+        product = expert_product(_scaled(x, chosen, scales), _expert(weights, number, x.dtype), config)
+        return jnp.where(chosen[..., None], product[:, None, :], products)
 
     return lax.fori_loop(0, present.sum(), add_expert, jnp.zeros((*ids.shape, x.shape[-1]), x.dtype))
 
 
-def grouped(x: jax.Array, ids: jax.Array, weights: Weights, activation: Activation, group: int) -> jax.Array:
+def grouped(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: Weights,
+    config: ExpertConfig,
+    group: int,
+    scales: jax.Array | None = None,
+) -> jax.Array:
     """As `reference`, on groups of `group` rows that share an expert; the last group of an expert is padded.
 
     The work is that of the chosen experts, rounded up to whole groups. For many rows.
     """
-    (tokens, k), num_experts, dim = ids.shape, weights.gate.shape[0], x.shape[-1]
+    (tokens, k), num_experts, dim = ids.shape, weights.down.shape[0], x.shape[-1]
     choices = ids.reshape(-1)
     order = jnp.argsort(choices, stable=True).astype(jnp.int32)
     counts = jnp.zeros(num_experts, jnp.int32).at[choices].add(1, mode="drop")
@@ -102,14 +143,25 @@ def grouped(x: jax.Array, ids: jax.Array, weights: Weights, activation: Activati
         within = earlier * group + jnp.arange(group, dtype=jnp.int32)
         real = within < counts[number]
         places = jnp.where(real, order[jnp.minimum(first_row[number] + within, tokens * k - 1)], tokens * k)
-        rows = x[jnp.minimum(places, tokens * k - 1) // k]
-        return products.at[places].set(expert_product(rows, _expert(weights, number, x.dtype), activation), mode="drop")
+        choice = jnp.minimum(places, tokens * k - 1)
+        rows = x[choice // k]
+        if scales is not None:
+            rows = _times(rows, scales.reshape(-1)[choice])
+        return products.at[places].set(expert_product(rows, _expert(weights, number, x.dtype), config), mode="drop")
 
     products = lax.fori_loop(0, last_group[-1], add_group, jnp.zeros((tokens * k, dim), x.dtype))
     return products.reshape(tokens, k, dim)
 
 
+def _scaled(x: jax.Array, chosen: jax.Array, scales: jax.Array | None) -> jax.Array:
+    """What one expert is given of `x [t, d]`, where `chosen` bool `[t, k]` says which choices fell on it."""
+    return x if scales is None else _times(x, jnp.where(chosen, scales, 0.0).sum(axis=-1))
+
+
+def _times(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return (x.astype(jnp.float32) * scale[:, None]).astype(x.dtype)
+
+
 def _expert(weights: Weights, number: jax.Array, dtype: jnp.dtype) -> Weights:
     """One expert's weights, from stacks in their own dtype or in storage form."""
-    parts = (lax.dynamic_index_in_dim(stack, number, keepdims=False) for stack in weights)
-    return Weights(*(view_as(part, dtype) for part in parts))
+    return jax.tree.map(lambda stack: view_as(lax.dynamic_index_in_dim(stack, number, keepdims=False), dtype), weights)

@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from novalm_jax.config import LayerConfig, MLPConfig, ModelConfig
+from novalm_jax.config import LatentConfig, LayerConfig, MLPConfig, ModelConfig
 from novalm_jax.kernels.linear import einsum
 from novalm_jax.models.attention import Attention, Cache, Positions, Uncached
 from novalm_jax.models.linear import GatedMLP, Linear
-from novalm_jax.models.moe import MoE, Routing
-from novalm_jax.models.norms import RMSNorm
-from novalm_jax.models.params import parameter
+from novalm_jax.models.mla import LatentAttention
+from novalm_jax.models.moe import MoE
+from novalm_jax.models.norms import make_norm
+from novalm_jax.models.params import parameter, zeros
+from novalm_jax.models.router import Routing
 
 
 class Routed(NamedTuple):
@@ -35,10 +37,14 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: LayerConfig, *, dtype: Any, rngs: nnx.Rngs):
         self.config = config
-        size, eps = config.hidden_size, config.norm_eps
-        self.attention_norm = RMSNorm(size, eps, dtype=dtype, rngs=rngs)
-        self.attention = Attention(size, config.attention, eps, dtype=dtype, rngs=rngs)
-        self.feed_forward_norm = RMSNorm(size, eps, dtype=dtype, rngs=rngs)
+        size = config.hidden_size
+        self.attention_norm = make_norm(size, config.norm, dtype=dtype, rngs=rngs)
+        self.attention: Attention | LatentAttention
+        if isinstance(config.attention, LatentConfig):
+            self.attention = LatentAttention(size, config.attention, dtype=dtype, rngs=rngs)
+        else:
+            self.attention = Attention(size, config.attention, config.norm.eps, dtype=dtype, rngs=rngs)
+        self.feed_forward_norm = make_norm(size, config.norm, dtype=dtype, rngs=rngs)
         inner = config.feed_forward
         self.feed_forward: GatedMLP | MoE
         if isinstance(inner, MLPConfig):
@@ -108,8 +114,9 @@ class Decoder(nnx.Module):
         self.config = config
         self.embed = Embedding(config, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([DecoderLayer(layer, dtype=dtype, rngs=rngs) for layer in config.layers])
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype, rngs=rngs)
+        self.norm = make_norm(config.hidden_size, config.norm, dtype=dtype, rngs=rngs)
         self.head = None if config.tie_embeddings else self._untied_head(dtype=dtype, rngs=rngs)
+        self.head_bias = parameter(rngs, (config.vocab_size,), ("vocab",), dtype, zeros) if config.head_bias else None
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """int32 `tokens [b, t]` -> float32 logits `[b, t, v]`. Ids outside the vocabulary count as its nearest one."""
@@ -128,4 +135,7 @@ class Decoder(nnx.Module):
         """Hidden states `[..., d]` after the last layer -> float32 logits `[..., v]`."""
         with jax.named_scope("head"):
             weight = self.embed.weight if self.head is None else self.head.weight
-            return einsum("...d,vd->...v", self.norm(x), weight[...]) / self.config.logits_divisor
+            logits = einsum("...d,vd->...v", self.norm(x), weight[...])
+            if self.head_bias is not None:
+                logits += jnp.broadcast_to(self.head_bias[...].astype(jnp.float32), logits.shape)
+            return logits / self.config.logits_divisor

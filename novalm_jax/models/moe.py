@@ -1,47 +1,60 @@
 """Mixture of experts (arXiv:1701.06538), split where experts may live elsewhere: `route`, `experts`, `combine`.
 
-Knows routers, weights and sums. Refuses to know where a runtime keeps its experts.
+Knows weights and sums. Refuses to know where a runtime keeps its experts.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from novalm_jax.config import MoEConfig
+from novalm_jax.config import ExpertConfig, MoEConfig
 from novalm_jax.kernels import experts as kernel
 from novalm_jax.kernels.linear import einsum
 from novalm_jax.models.linear import GatedMLP, Linear
-from novalm_jax.models.params import parameter
-
-
-class Routing(NamedTuple):
-    """The router's choice for each token, best first: ids int32 `[t, k]` and weights float32 `[t, k]`."""
-
-    ids: jax.Array
-    weights: jax.Array
+from novalm_jax.models.params import parameter, zeros
+from novalm_jax.models.router import Routing, choose
 
 
 class Experts(nnx.Module):
-    """The weights of all routed experts of a layer, stacked, each in the checkpoint's layout `[out, in]`."""
+    """The weights of all routed experts of a layer, stacked, each in the checkpoint's layout."""
 
-    def __init__(self, hidden_size: int, config: MoEConfig, *, dtype: Any, rngs: nnx.Rngs):
-        e, f, d = config.num_experts, config.expert_width, hidden_size
+    def __init__(self, hidden_size: int, num_experts: int, config: ExpertConfig, *, dtype: Any, rngs: nnx.Rngs):
+        e, f, d = num_experts, config.width, hidden_size
+        joint = 1 if config.joint == "no" else 2
 
-        def stack(shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-            return parameter(rngs, shape, axes, dtype)
+        def matrix(outputs: int, inputs: int, axes: tuple[str, str], inputs_first: bool) -> nnx.Param:
+            shape = (inputs, outputs) if inputs_first else (outputs, inputs)
+            return parameter(rngs, (e, *shape), ("expert", *(axes[::-1] if inputs_first else axes)), dtype)
 
-        self.gate = stack((e, f, d), ("expert", "expert_mlp", "embed"))
-        self.up = stack((e, f, d), ("expert", "expert_mlp", "embed"))
-        self.down = stack((e, d, f), ("expert", "embed", "expert_mlp"))
+        def bias(size: int, axis: str) -> nnx.Param | None:
+            return parameter(rngs, (e, size), ("expert", axis), dtype, zeros) if config.bias else None
+
+        inward = ("expert_mlp", "embed")
+        self.gate = matrix(f, d, inward, config.inputs_first) if joint == 1 else None
+        self.up = matrix(joint * f, d, inward, config.inputs_first)
+        self.down = matrix(d, f, ("embed", "expert_mlp"), config.down_inputs_first)
+        self.gate_bias = bias(f, "expert_mlp") if joint == 1 else None
+        self.up_bias = bias(joint * f, "expert_mlp")
+        self.down_bias = bias(d, "embed")
 
     def weights(self) -> kernel.Weights:
         """The arrays, as the expert kernels take them."""
-        return kernel.Weights(self.gate.get_value(), self.up.get_value(), self.down.get_value())
+        return kernel.Weights(
+            gate=_value(self.gate),
+            up=self.up.get_value(),
+            down=self.down.get_value(),
+            gate_bias=_value(self.gate_bias),
+            up_bias=_value(self.up_bias),
+            down_bias=_value(self.down_bias),
+        )
+
+
+def _value(param: nnx.Param | None) -> jax.Array | None:
+    return None if param is None else param.get_value()
 
 
 class MoE(nnx.Module):
@@ -49,13 +62,20 @@ class MoE(nnx.Module):
 
     def __init__(self, hidden_size: int, config: MoEConfig, *, dtype: Any, rngs: nnx.Rngs):
         self.config = config
-        self.router = Linear(hidden_size, config.num_experts, ("expert", "embed"), dtype=dtype, rngs=rngs)
-        self.experts = Experts(hidden_size, config, dtype=dtype, rngs=rngs)
+        self.router = Linear(
+            *(hidden_size, config.num_experts, ("expert", "embed")), bias=config.router.bias, dtype=dtype, rngs=rngs
+        )
+        self.choice_bias: nnx.Param | None = None
+        if config.router.choice_bias:
+            # Always float32: rounded to bfloat16 it would be coarser than the differences between scores.
+            self.choice_bias = nnx.data(parameter(rngs, (config.num_experts,), ("expert",), jnp.float32, zeros))
+        self.experts = Experts(hidden_size, config.num_experts, config.expert, dtype=dtype, rngs=rngs)
         self.shared = None
         self.shared_gate = None
         if config.shared_width:
+            width, activation = config.shared_width, config.expert.activation
             self.shared = nnx.data(
-                GatedMLP(hidden_size, config.shared_width, config.activation, dtype=dtype, rngs=rngs)
+                GatedMLP(hidden_size, width, activation, bias=config.shared_bias, dtype=dtype, rngs=rngs)
             )
         if config.shared_width and config.shared_gate:
             self.shared_gate = nnx.data(Linear(hidden_size, 1, ("one", "embed"), dtype=dtype, rngs=rngs))
@@ -63,19 +83,23 @@ class MoE(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """`x [t, d]` -> `[t, d]`, with all experts at hand."""
         routing = self.route(x)
-        products = kernel.reference(x, routing.ids, self.experts.weights(), self.config.activation)
-        return self.combine(x, products, routing.weights)
+        weights, scales = self.experts.weights(), input_scales(self.config, routing)
+        return self.combine(x, kernel.reference(x, routing.ids, weights, self.config.expert, scales), routing.weights)
 
     def route(self, x: jax.Array) -> Routing:
-        """Chooses experts for `x [t, d]`; logits and softmax are float32 whatever the dtype of x."""
+        """Chooses experts for `x [t, d]`; logits and scores are float32 whatever the dtype of x."""
         logits = einsum("td,ed->te", x, self.router.weight[...])
-        return choose(logits, self.config)
+        if self.router.bias is not None:
+            logits += self.router.bias[...].astype(jnp.float32)[None]
+        bias = None if self.choice_bias is None else self.choice_bias[...]
+        return choose(logits, self.config.router, self.config.experts_per_token, bias)
 
     def combine(self, x: jax.Array, products: jax.Array, weights: jax.Array) -> jax.Array:
         """Weighted sum of `products [t, k, d]` in router order, plus the shared expert on `x [t, d]`: `[t, d]`."""
         total = jnp.zeros(x.shape, jnp.float32)
         for i in range(products.shape[1]):
-            total += weights[:, i, None] * products[:, i].astype(jnp.float32)
+            product = products[:, i].astype(jnp.float32)
+            total += product if self.config.router.scale_inputs else weights[:, i, None] * product
         if self.shared is not None:
             shared = self.shared(x).astype(jnp.float32)
             if self.shared_gate is not None:
@@ -93,12 +117,6 @@ class MoE(nnx.Module):
         return columns[:, :1].astype(x.dtype).astype(jnp.float32)
 
 
-def choose(logits: jax.Array, config: MoEConfig) -> Routing:
-    """The k most likely experts of each row of float32 `logits [t, e]`; of equal ones the lower id."""
-    if config.softmax == "after":
-        top, ids = lax.top_k(logits, config.experts_per_token)
-        return Routing(ids, jax.nn.softmax(top, axis=-1))
-    weights, ids = lax.top_k(jax.nn.softmax(logits, axis=-1), config.experts_per_token)
-    if config.renormalise:
-        weights /= weights.sum(axis=-1, keepdims=True)
-    return Routing(ids, weights)
+def input_scales(config: MoEConfig, routing: Routing) -> jax.Array | None:
+    """What the inputs of the chosen experts are multiplied by, float32 `[t, k]`; None: weights scale their outputs."""
+    return routing.weights if config.router.scale_inputs else None

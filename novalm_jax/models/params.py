@@ -12,8 +12,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-LOGICAL_AXES = ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp", "expert", "expert_mlp", "one")
-"""Every name that dimensions of parameters have. `q_heads` and `kv_heads` count heads times their dimension."""
+LOGICAL_AXES = ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "latent", "mlp", "expert", "expert_mlp", "one")
+"""Every name that dimensions of parameters have.
+
+`q_heads` and `kv_heads` count heads times their dimension, or heads alone; `latent` is the rank of latent attention.
+"""
 
 Initialiser = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 

@@ -11,6 +11,7 @@ import pytest
 from novalm_jax.compat import compile_program
 from novalm_jax.config import AttentionConfig, RopeConfig
 from novalm_jax.kernels import attention
+from novalm_jax.kernels.attention import Rule
 from novalm_jax.kv.static import CacheView, LayerCache, cache_shape
 from parts_helpers import plain_softmax, random, same_bits, wide
 
@@ -35,7 +36,7 @@ HEADS = {"multi-head": (4, 4), "grouped": (6, 2), "multi-query": (4, 1)}
 def test_reference_attention(heads: str, window: int | None) -> None:
     h, g = HEADS[heads]
     q, k, v = random(2, 9, h, 8), random(2, 9, g, 8, seed=1), random(2, 9, g, 8, seed=2)
-    out = attention.reference(q, k, v, 0.7, window)
+    out = attention.reference(q, k, v, Rule(0.7, window))
     for row in range(2):
         np.testing.assert_allclose(out[row], plain_attention(q[row], k[row], v[row], 0, 0.7, window), atol=2e-6)
 
@@ -74,7 +75,7 @@ class Cached:
 
 @partial(jax.jit, static_argnames="window")
 def attend(q: Any, keys: Any, values: Any, rows: Any, starts: Any, window: int | None) -> jax.Array:
-    return attention.cached(q, keys, values, rows, starts, 0.3, window, BLOCK)
+    return attention.cached(q, keys, values, rows, starts, Rule(0.3, window), None, BLOCK)
 
 
 @pytest.mark.parametrize(("t", "starts"), [(1, [0, 7, 8, 9, 31]), (3, [0, 5, 6, 16, 29]), (17, [0, 3, 15])])
@@ -94,7 +95,7 @@ def test_cached_attention_sees_its_own_past_and_nothing_else(
 
 def test_cached_attention_equals_the_reference_on_a_whole_sequence() -> None:
     case = Cached([0, 0], S, 6, 2)
-    np.testing.assert_allclose(case.attend(None), attention.reference(case.q, case.k, case.v, 0.3, None), atol=3e-6)
+    np.testing.assert_allclose(case.attend(None), attention.reference(case.q, case.k, case.v, Rule(0.3)), atol=3e-6)
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -126,13 +127,13 @@ def test_a_row_of_cached_attention_does_not_depend_on_its_neighbours(dtype: Any)
 
 
 def test_a_decode_step_writes_its_cache_in_place() -> None:
-    heads = AttentionConfig(8, 2, 64, 0.1, RopeConfig(1e4))
+    heads = AttentionConfig(8, 2, 64, 0.1, RopeConfig(1e4), 64)
     cache = cache_shape(heads, 4, 1024, np.dtype(jnp.bfloat16))
     q, kv = (jax.ShapeDtypeStruct((4, 1, n, 64), jnp.bfloat16) for n in (8, 2))
     ints = jax.ShapeDtypeStruct((4,), jnp.int32)
 
     def step(cache: LayerCache, q: Any, k: Any, v: Any, rows: Any, starts: Any) -> Any:
-        out, view = CacheView(cache, rows, starts, 128).attend(q, k, v, 0.1, None)
+        out, view = CacheView(cache, rows, starts, 128).attend(q, k, v, Rule(0.1), None)
         return out, view.cache
 
     analysis: Any = compile_program(step, (cache, q, kv, kv, ints, ints), donate=(0,)).memory_analysis()

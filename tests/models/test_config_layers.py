@@ -174,16 +174,16 @@ def test_dense_and_sparse_layers_have_widths_of_their_own() -> None:
     dense = config.layers[1].feed_forward
     assert isinstance(dense, MLPConfig) and dense.width == 24
     sparse = experts_in(config.layers[0])
-    assert (sparse.expert_width, sparse.shared_width, sparse.shared_gate) == (16, 20, True)
+    assert (sparse.expert.width, sparse.shared_width, sparse.shared_gate) == (16, 20, True)
 
 
 @pytest.mark.parametrize(
-    ("family", "softmax", "renormalise"),
-    [("mixtral", "before", True), ("granitemoe", "after", False), ("olmoe", "before", False)],
+    ("family", "choose_first", "renormalise"),
+    [("mixtral", False, True), ("granitemoe", True, False), ("olmoe", False, False)],
 )
-def test_router_conventions(family: str, softmax: str, renormalise: bool) -> None:
-    moe = experts_in(read_config(stored(family)).layers[0])
-    assert (moe.softmax, moe.renormalise) == (softmax, renormalise)
+def test_router_conventions(family: str, choose_first: bool, renormalise: bool) -> None:
+    router = experts_in(read_config(stored(family)).layers[0]).router
+    assert (router.choose_first, router.renormalise) == (choose_first, renormalise)
 
 
 @pytest.mark.parametrize(

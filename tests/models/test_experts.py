@@ -11,12 +11,13 @@ import pytest
 from flax import nnx
 
 from novalm_jax.compat import compile_program
-from novalm_jax.config import Activation, MoEConfig
+from novalm_jax.config import Activation, ExpertConfig, MoEConfig, RouterConfig
 from novalm_jax.engine.programs import DECODE_ROWS
 from novalm_jax.kernels import experts
 from novalm_jax.kernels.experts import Weights
 from novalm_jax.models.linear import GatedMLP
-from novalm_jax.models.moe import MoE, choose
+from novalm_jax.models.moe import MoE
+from novalm_jax.models.router import choose
 from parts_helpers import plain_softmax, random, randomise, same_bits, wide
 
 
@@ -24,11 +25,14 @@ def silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
 
-# --- router ----------------------------------------------------------------------------------------------------------
+EXPERT = ExpertConfig(width=20, activation="silu")
 
 
 def moe_config(e: int = 4, k: int = 2, **more: Any) -> MoEConfig:
-    return MoEConfig(num_experts=e, experts_per_token=k, expert_width=20, activation="silu", **more)
+    return MoEConfig(num_experts=e, experts_per_token=k, expert=EXPERT, **more)
+
+
+# --- router ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -36,19 +40,19 @@ def moe_config(e: int = 4, k: int = 2, **more: Any) -> MoEConfig:
     [
         ({}, [0.6439, 0.2369]),
         ({"renormalise": True}, [0.7311, 0.2689]),
-        ({"softmax": "after"}, [0.7311, 0.2689]),
+        ({"choose_first": True}, [0.7311, 0.2689]),
     ],
 )
 def test_router_weights(more: dict[str, Any], weights: list[float]) -> None:
-    routing = choose(jnp.asarray([[2.0, 1.0, 0.0, -1.0], [-1.0, 0.0, 2.0, 1.0]]), moe_config(**more))
+    routing = choose(jnp.asarray([[2.0, 1.0, 0.0, -1.0], [-1.0, 0.0, 2.0, 1.0]]), RouterConfig(**more), 2)
     assert routing.ids.tolist() == [[0, 1], [2, 3]] and routing.ids.dtype == jnp.int32
     np.testing.assert_allclose(routing.weights, [weights] * 2, atol=1e-4)
 
 
-@pytest.mark.parametrize("softmax", ["before", "after"])
-def test_router_ties_go_to_the_lower_id(softmax: Any) -> None:
+@pytest.mark.parametrize("choose_first", [False, True])
+def test_router_ties_go_to_the_lower_id(choose_first: bool) -> None:
     logits = jnp.asarray([[0.0, 3.0, 3.0, 3.0], [1.0, 1.0, 1.0, 1.0], [-2.0, 5.0, -2.0, -2.0]])
-    assert choose(logits, moe_config(softmax=softmax)).ids.tolist() == [[1, 2], [0, 1], [1, 0]]
+    assert choose(logits, RouterConfig(choose_first=choose_first), 2).ids.tolist() == [[1, 2], [0, 1], [1, 0]]
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------
@@ -112,7 +116,7 @@ def test_expert_products(kernel: str, kind: str, t: int, k: int) -> None:
         spoilt = weights
     else:
         absent = np.setdiff1d(np.arange(5), ids)
-        spoilt = Weights(*(stack.at[absent].set(jnp.nan) for stack in weights))
+        spoilt = Weights(*(stack.at[absent].set(jnp.nan) for stack in weights[:3]))
     out = KERNELS[kernel](x, jnp.asarray(ids), spoilt)
     np.testing.assert_allclose(out, plain_experts(x, ids, weights), rtol=1e-5, atol=2e-4)
     assert np.array_equal(np.asarray(out)[ids == 5], np.zeros(((ids == 5).sum(), D), np.float32))
@@ -123,7 +127,7 @@ def test_expert_products(kernel: str, kind: str, t: int, k: int) -> None:
 def test_storage_form_computes_the_same_bits(kernel: str, t: int) -> None:
     weights, x, ids = expert_weights(5, jnp.bfloat16), random(t, D, dtype=jnp.bfloat16), choices("any", t, 3, 5)
     out = KERNELS[kernel](x, jnp.asarray(ids), weights)
-    stored = Weights(*(stack.view(jnp.uint16) for stack in weights))
+    stored = Weights(*(stack.view(jnp.uint16) for stack in weights[:3]))
     assert same_bits(out, KERNELS[kernel](x, jnp.asarray(ids), stored))
     error = np.abs(wide(out) - plain_experts(x, ids, weights)).max()
     assert error < 0.02 * np.abs(wide(out)).max()
@@ -139,7 +143,7 @@ def test_a_product_does_not_depend_on_what_else_is_computed(t: int, kernel: str,
         ours = np.isin(ids, part)
         alone = KERNELS[kernel](x, jnp.asarray(np.where(ours, ids, 6)), weights)
         assert same_bits(np.asarray(alone)[ours], whole[ours])
-        fewer = Weights(*(stack[np.array(part)] for stack in weights))
+        fewer = Weights(*(stack[np.array(part)] for stack in weights[:3]))
         slots = np.where(ours, np.searchsorted(part, ids), len(part)).astype(np.int32)
         assert same_bits(np.asarray(KERNELS[kernel](x, jnp.asarray(slots), fewer))[ours], whole[ours])
 
@@ -193,11 +197,13 @@ def test_activations(activation: Activation, at_one: float) -> None:
     one = jnp.ones((1, 1))
     np.testing.assert_allclose(experts.gated(one, one, activation), at_one, atol=1e-6)
     single = Weights(one, one, one)
-    np.testing.assert_allclose(experts.expert_product(one, single, activation), at_one, atol=1e-6)
+    np.testing.assert_allclose(experts.expert_product(one, single, ExpertConfig(1, activation)), at_one, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"shared_width": 12}, {"shared_width": 12, "shared_gate": True}, {"softmax": "after"}], ids=str
+    "more",
+    [{}, {"shared_width": 12}, {"shared_width": 12, "shared_gate": True}, {"router": RouterConfig(choose_first=True)}],
+    ids=str,
 )
 def test_moe_is_the_weighted_sum_of_its_experts_and_the_shared_one(more: dict[str, Any]) -> None:
     config = moe_config(5, 3, **more)
@@ -206,7 +212,7 @@ def test_moe_is_the_weighted_sum_of_its_experts_and_the_shared_one(more: dict[st
     logits = wide(x) @ values["router.weight"].T
     ids = np.argsort(-logits, axis=-1)[:, :3]
     weights = np.take_along_axis(plain_softmax(logits), ids, -1)
-    if config.softmax == "after":
+    if config.router.choose_first:
         weights = plain_softmax(np.take_along_axis(logits, ids, -1))
     stacks = Weights(*(jnp.asarray(values[f"experts.{name}"], jnp.float32) for name in ("gate", "up", "down")))
     expected = (plain_experts(x, ids, stacks) * weights[..., None]).sum(1)

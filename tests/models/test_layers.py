@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from novalm_jax.compat import compile_program
-from novalm_jax.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, RopeConfig
+from novalm_jax.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig, RopeConfig
 from novalm_jax.engine.programs import DECODE_ROWS
 from novalm_jax.kernels.linear import einsum
 from novalm_jax.models import rope
@@ -144,8 +144,8 @@ def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(width: int, dt
 
 
 def tiny_layer(residual_multiplier: float) -> LayerConfig:
-    heads = AttentionConfig(2, 1, 4, 0.5, RopeConfig(1e4))
-    return LayerConfig(8, 1e-6, heads, MLPConfig(6, "silu"), residual_multiplier)
+    heads = AttentionConfig(2, 1, 4, 0.5, RopeConfig(1e4), 4)
+    return LayerConfig(8, NormConfig(1e-6), heads, MLPConfig(6, "silu"), residual_multiplier)
 
 
 def test_the_residual_multiplier_scales_both_branches() -> None:
@@ -162,7 +162,15 @@ def test_the_residual_multiplier_scales_both_branches() -> None:
 
 def test_embedding_multiplier_and_logits_divisor() -> None:
     config = ModelConfig(
-        "granitemoe", 11, 8, 64, 1e-6, True, (tiny_layer(1.0),), embedding_multiplier=12.0, logits_divisor=4.0
+        "granitemoe",
+        11,
+        8,
+        64,
+        NormConfig(1e-6),
+        True,
+        (tiny_layer(1.0),),
+        embedding_multiplier=12.0,
+        logits_divisor=4.0,
     )
     model = Decoder(config, rngs=nnx.Rngs(0))
     values = randomise(model)

@@ -9,7 +9,11 @@ from typing import Any, Final
 from novalm_jax.errors import ConfigError
 from novalm_jax.models.families.family import Family
 
-FAMILIES: Final = ("granitemoe", "llama", "mistral", "mixtral", "olmoe", "qwen2_moe", "qwen3", "qwen3_moe")
+FAMILIES: Final = (
+    *("dbrx", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "hunyuan_v1_moe"),
+    *("kimi_k2", "llama", "llama4", "llama4_text", "minimax_m2", "mistral", "mixtral", "olmoe", "phimoe"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+)
 """Every `model_type` with a table; the table is `FAMILY` in the module of that name."""
 
 

@@ -10,9 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, get_args, get_type_hints
 
-from novalm_jax.config import ModelConfig, Traits, build_config
+from novalm_jax.config import ModelConfig
 from novalm_jax.errors import ConfigError
-from novalm_jax.models.families.rope import ROPE_FIELDS, read_rope, stretched_context
+from novalm_jax.models.families.checks import check_traits
+from novalm_jax.models.families.rope import (
+    FRACTION,
+    ROPE_FIELDS,
+    RopeDialect,
+    read_fraction,
+    read_rope,
+    stretched_context,
+)
+from novalm_jax.models.families.traits import Traits, build_config
 
 REQUIRED: Final = object()
 """Marks a field that a configuration must have: no default would be a safe guess."""
@@ -20,10 +29,14 @@ REQUIRED: Final = object()
 
 @dataclass(frozen=True)
 class Use:
-    """The field sets a trait. `default` is the reference implementation's, for when the field is absent."""
+    """The field sets a trait. `default` is the reference implementation's, for when the field is absent.
+
+    `meanings` translates the values that are supported, where the trait speaks another language; others are refused.
+    """
 
     trait: str
     default: Any = REQUIRED
+    meanings: Mapping[Any, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,13 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Flat:
+    """The parameter `[e, ...]` is stored with its first two dimensions as one, `[e * f, ...]`; a vector as `[1, e]`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class PerExpert:
     """The parameter `[e, ...]` is stored one expert a tensor; `{e}` in the name is the expert's number."""
 
@@ -61,8 +81,17 @@ class Packed:
     parts: int = 1
 
 
+@dataclass(frozen=True)
+class Fused:
+    """The parameters `paths` are stored one after another, along the first dimension; this is number `part` of them."""
+
+    name: str
+    paths: tuple[str, ...]
+    part: int
+
+
 Meaning = Use | Only | Ignore
-Source = Stored | PerExpert | Packed
+Source = Stored | Flat | PerExpert | Packed | Fused
 
 
 @dataclass(frozen=True)
@@ -71,12 +100,15 @@ class Family:
 
     Attributes:
       model_type: the name in config.json.
-      fields: config.json field -> what it means.
+      fields: config.json field -> what it means; `a.b` is the field b of the object a.
       traits: traits of the family that no field sets.
       tensors: parameter path, with `{l}` for the layer -> the ways it may be stored, the hub's own first.
       ignored_tensors: regular expressions of stored tensors that the network does not need.
-      rope_theta: the base frequency where the configuration names none.
+      extra_layers: the field that says how many layers for multi-token prediction are stored after the last layer.
+      rope: how its rotary settings differ from the usual ones.
       renamed: field -> the other name that some writers give it.
+      text_section: the object of config.json that describes the text model, where that is not the whole.
+      outer_fields: the fields around it that are known, and have no effect on text.
     """
 
     model_type: str
@@ -84,8 +116,11 @@ class Family:
     tensors: Mapping[str, Sequence[Source]]
     traits: Mapping[str, Any] = field(default_factory=dict)
     ignored_tensors: Sequence[str] = ()
-    rope_theta: float = 10000.0
+    extra_layers: str | None = None
+    rope: RopeDialect = field(default_factory=RopeDialect)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    text_section: str | None = None
+    outer_fields: Sequence[str] = ()
 
     def read_config(self, stored: Mapping[str, Any]) -> ModelConfig:
         """The model that a `config.json` of this family describes.
@@ -93,23 +128,62 @@ class Family:
         Raises:
           ConfigError: unknown, missing, mistyped or unsupported fields, all of them in one message.
         """
-        stored = self._with_own_names(stored)
-        problems = [*self._unknown(stored), *_not_causal(stored), *self._refused(stored)]
+        problems = [*_not_causal(stored, self.text_section is not None)]
+        stored = self._with_own_names(self._flat(self._text_section(stored)))
+        problems += [*self._unknown(stored), *self._refused(stored)]
         values = dict(self.traits)
         for name, use in self.fields.items():
             if isinstance(use, Use):
-                value = stored.get(name, use.default)
-                if value is REQUIRED:
-                    problems.append(f"{name} is missing")
-                elif fault := _mistyped(name, value, use.trait):
+                fault, value = _read_field(name, use, stored)
+                if fault:
                     problems.append(fault)
                 else:
-                    values[use.trait] = tuple(value) if isinstance(value, list) else value
+                    values[use.trait] = value
         if problems:
             raise ConfigError(f"config.json ({self.model_type}): {'; '.join(problems)}.")
-        values["rope"] = read_rope(stored, self.rope_theta, context_length=values["context_length"])
+        values["rope"] = read_rope(stored, self.rope, context_length=values["context_length"])
         values["context_length"] = stretched_context(values["rope"], values["context_length"])
-        return build_config(self.model_type, Traits(**values))
+        fraction = read_fraction(stored, self.rope)
+        if fraction is not None:
+            values["rotary_fraction"] = fraction
+        traits = Traits(**values)
+        check_traits(self.model_type, traits)
+        return build_config(self.model_type, traits)
+
+    def count_extra_layers(self, stored: Mapping[str, Any]) -> int:
+        """Layers for multi-token prediction that a `config.json` announces; the network does not need them."""
+        value = stored.get(self.extra_layers) if self.extra_layers else None
+        return value if type(value) is int and value > 0 else 0
+
+    def _text_section(self, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The fields of the text model, with what lies around them checked."""
+        if self.text_section is None:
+            return stored
+        inner = stored.get(self.text_section)
+        if not isinstance(inner, Mapping):
+            raise ConfigError(f"config.json ({self.model_type}): {self.text_section} should be an object with fields.")
+        known = {self.text_section, *self.outer_fields, *NO_EFFECT, *NOT_SUPPORTED}
+        strange = [f"{name} = {_short(stored[name])} is not known here" for name in stored if name not in known]
+        if strange:
+            raise ConfigError(f"config.json ({self.model_type}): {'; '.join(strange)}.")
+        return {**{name: stored[name] for name in NOT_SUPPORTED if name in stored}, **inner}
+
+    def _flat(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """`stored` with the fields of its objects that this family reads one by one as `object.field`."""
+        flat: dict[str, Any] = {}
+        sections = {name.split(".")[0] for name in self.fields if "." in name}
+        for name, value in stored.items():
+            if name not in sections:
+                flat[name] = value
+            elif isinstance(value, Mapping):
+                for key, entry in value.items():
+                    if key not in NO_EFFECT and not (key in NOT_SUPPORTED and entry in (None, False)):
+                        flat[f"{name}.{key}"] = entry
+            else:
+                raise ConfigError(
+                    f"config.json ({self.model_type}): {name} should be an object with fields, and is {_short(value)}."
+                )
+        return flat
 
     def _with_own_names(self, stored: Mapping[str, Any]) -> dict[str, Any]:
         """`stored` with second names of fields replaced by their first."""
@@ -119,13 +193,15 @@ class Family:
                 value = stored.pop(other)
                 if stored.setdefault(name, value) != value:
                     raise ConfigError(
-                        f"config.json ({self.model_type}): {name} is {stored[name]!r}, but {other}, another name for "
-                        f"the same thing, is {value!r}. Keep the right one."
+                        f"config.json ({self.model_type}): {name} is {_short(stored[name])}, but {other}, another name "
+                        f"for the same thing, is {_short(value)}. Keep the right one."
                     )
         return stored
 
     def _unknown(self, stored: Mapping[str, Any]) -> list[str]:
         known = {*self.fields, *ROPE_FIELDS, *NO_EFFECT, *NOT_SUPPORTED}
+        if self.rope.fraction is not None:
+            known.add(FRACTION)
         return [f"{name} = {_short(stored[name])} is not known here" for name in stored if name not in known]
 
     def _refused(self, stored: Mapping[str, Any]) -> list[str]:
@@ -150,12 +226,12 @@ NO_EFFECT: Final = frozenset(
     "problem_type finetuning_task task_specific_params "
     # How a program runs the model, not what it computes.
     "use_cache torch_dtype dtype transformers_version architectures _name_or_path name_or_path _attn_implementation "
-    "_attn_implementation_autoset attn_implementation model_type return_dict return_dict_in_generate "
+    "_attn_implementation_autoset attn_implementation auto_map model_type return_dict return_dict_in_generate "
     "output_attentions output_hidden_states output_scores torchscript use_bfloat16 pruned_heads "
     "chunk_size_feed_forward tf_legacy_loss is_decoder "
     # The text side reads these where they belong; labels are for classifiers.
-    "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix id2label "
-    "label2id forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens bad_words_ids "
+    "bos_token_id eos_token_id eod_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix "
+    "id2label label2id forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens bad_words_ids "
     # Sampling defaults that old writers left in config.json; generation_config.json holds the ones that count.
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
     "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
@@ -174,15 +250,29 @@ NOT_SUPPORTED: Final[Mapping[str, str]] = {
 """Fields that any family may carry and none supports, unless null or false."""
 
 
-def _not_causal(stored: Mapping[str, Any]) -> list[str]:
+def _not_causal(stored: Mapping[str, Any], with_images: bool) -> list[str]:
     names = stored.get("architectures")
     if names is None:
         return []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return [f"architectures = {_short(names)} is not a list of names"]
-    if names and not any(name.endswith("ForCausalLM") for name in names):
+    wanted = ("ForCausalLM", "ForConditionalGeneration") if with_images else ("ForCausalLM",)
+    if names and not any(name.endswith(wanted) for name in names):
         return [f"architectures is {', '.join(names)}, which is not a causal language model"]
     return []
+
+
+def _read_field(name: str, use: Use, stored: Mapping[str, Any]) -> tuple[str | None, Any]:
+    """What is wrong with the field, or None and the trait's value."""
+    value = stored.get(name, use.default)
+    if value is REQUIRED:
+        return f"{name} is missing", None
+    if use.meanings is not None:
+        for allowed, meaning in use.meanings.items():
+            if value == allowed and isinstance(value, bool) == isinstance(allowed, bool):
+                return None, meaning
+        return f"{name} = {_short(value)} is not supported ({' or '.join(map(repr, use.meanings))} is)", None
+    return _mistyped(name, value, use.trait), tuple(value) if isinstance(value, list) else value
 
 
 def _mistyped(name: str, value: Any, trait: str) -> str | None:

@@ -22,7 +22,7 @@ FAMILY = Family(
         "residual_multiplier": Use("residual_multiplier", default=1.0),
         "logits_scaling": Use("logits_divisor", default=1.0),
     },
-    traits={"softmax": "after"},
+    traits={"choose_first": True},
     tensors=DECODER_TENSORS
     | router_tensors("block_sparse_moe.router.layer", "block_sparse_moe.router")
     | expert_tensors(

@@ -8,6 +8,7 @@ from novalm_jax.models.families.common import (
     router_tensors,
 )
 from novalm_jax.models.families.family import Family, Use
+from novalm_jax.models.families.rope import RopeDialect
 
 FAMILY = Family(
     model_type="mixtral",
@@ -22,7 +23,7 @@ FAMILY = Family(
     },
     renamed={"num_local_experts": "num_experts"},
     traits={"renormalise": True},
-    rope_theta=1e6,
+    rope=RopeDialect(theta=1e6),
     tensors=DECODER_TENSORS
     | router_tensors("block_sparse_moe.gate", "mlp.gate")
     | expert_tensors("block_sparse_moe.experts", "mlp.experts", named=("w1", "w3", "w2")),

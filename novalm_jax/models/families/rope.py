@@ -6,13 +6,15 @@ The hub's files carry `rope_theta` and `rope_scaling` at the top level; newer wr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from novalm_jax.config import MOST, RopeConfig
 from novalm_jax.errors import ConfigError
 
 _ORIGINAL: Final = "original_max_position_embeddings"
+FRACTION: Final = "partial_rotary_factor"
 ROPE_FIELDS: Final = ("rope_theta", "rope_scaling", "rope_parameters", _ORIGINAL)
 
 # Beyond these, angles leave float32 or the numbers are slips of the pen.
@@ -20,6 +22,7 @@ _LEAST: Final = 1e-6
 _MOST: Final[Mapping[str, float]] = {
     **{"rope_theta": 1e14, "factor": 1e6, "low_freq_factor": 1e6, "high_freq_factor": 1e6},
     **{"beta_fast": 1e6, "beta_slow": 1e6, "attention_factor": 1e3, "mscale": 1e3, "mscale_all_dim": 1e3},
+    **{"alpha": 1e6, "short_mscale": 1e3, "long_mscale": 1e3, FRACTION: 1.0},
 }
 
 # Which entries of the dictionary each kind reads; `?` marks those with a default.
@@ -32,10 +35,42 @@ _KINDS: Final[Mapping[str, tuple[str, ...]]] = {
         *("factor", "original_max_position_embeddings?", "beta_fast?", "beta_slow?", "attention_factor?"),
         *("mscale?", "mscale_all_dim?", "truncate?"),
     ),
+    "longrope": ("short_factor", "long_factor", "factor?", "attention_factor?", "original_max_position_embeddings?"),
 }
+# Of the families with two attention factors of their own, and of those with a fixed stretch of the base. The rest of
+# what the latter write has no effect.
+_TWO_MSCALES: Final = (
+    "short_factor",
+    "long_factor",
+    "short_mscale",
+    "long_mscale",
+    "original_max_position_embeddings?",
+)
+_ALPHA: Final = ("alpha", "factor?", "beta_fast?", "beta_slow?", "mscale?", "mscale_all_dim?")
 
 
-def read_rope(stored: Mapping[str, Any], default_theta: float, *, context_length: int) -> RopeConfig:
+@dataclass(frozen=True)
+class RopeDialect:
+    """How a family's rotary settings differ from the usual ones.
+
+    Attributes:
+      theta: the base frequency where the configuration names none.
+      fraction: the share of a head's dimensions that is rotated where the configuration gives none; None: the family
+        knows no such setting, and rotates all.
+      settings: what stands for the settings where there are none.
+      two_mscales: kind `longrope` scales cos and sin by `short_mscale` or `long_mscale` and keeps the frequencies of
+        `short_factor` at any length, as the reference implementation does (transformers' phimoe).
+      alpha: kind `dynamic` with an `alpha` stretches the base once and for all (Hunyuan).
+    """
+
+    theta: float = 10000.0
+    fraction: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    two_mscales: bool = False
+    alpha: bool = False
+
+
+def read_rope(stored: Mapping[str, Any], dialect: RopeDialect, *, context_length: int) -> RopeConfig:
     """The rotary embedding that `config.json` asks for. `context_length` is the model's, in tokens.
 
     Raises:
@@ -43,32 +78,59 @@ def read_rope(stored: Mapping[str, Any], default_theta: float, *, context_length
         at odds.
     """
     settings = _merged(stored)
+    settings.pop(FRACTION, None)
+    theta = settings.pop("rope_theta", None)
+    settings = settings or dict(dialect.settings)
     kind: Any = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
     settings.pop("type", None)
     if kind not in tuple(_KINDS):
         raise ConfigError(
             f"config.json: rotary embedding of kind {kind!r:.60} is not supported ({', '.join(_KINDS)} are)."
         )
-    outside = {"rope_theta": settings.pop("rope_theta", None), _ORIGINAL: stored.get(_ORIGINAL)}
+    outside = {"rope_theta": theta, _ORIGINAL: stored.get(_ORIGINAL)}
     if faults := [fault for name, value in outside.items() if value is not None and (fault := _fault(name, value))]:
         raise ConfigError(f"config.json: {'; '.join(faults)}.")
-    values = _numbers(kind, settings)
+    wanted = _KINDS[kind]
+    if kind == "longrope" and dialect.two_mscales:
+        wanted = _TWO_MSCALES
+    elif kind == "dynamic" and dialect.alpha and settings.get("alpha"):
+        kind, wanted = "ntk", _ALPHA
+    values = _numbers(kind, wanted, settings)
     original = 0
-    if kind in ("dynamic", "llama3", "yarn"):
+    if kind in ("dynamic", "llama3", "yarn", "longrope"):
         # Dynamic scaling starts where the model's own context ends, whatever else is written.
         inner = None if kind == "dynamic" else outside[_ORIGINAL] or values.get(_ORIGINAL)
         original = int(inner or context_length)
     rope: dict[str, Any] = {
         name: values[name] for name in ("factor", "low_freq_factor", "high_freq_factor") if name in values
     }
-    if kind == "yarn":
+    if kind == "ntk":
+        rope["factor"] = values["alpha"]
+    elif kind == "yarn":
         rope |= _yarn(values)
-    config = RopeConfig(
-        theta=float(outside["rope_theta"] or default_theta), kind=kind, original_context=original, **rope
-    )
+    elif kind == "longrope":
+        rope |= _longrope(values, context_length / original, original)
+    config = RopeConfig(theta=float(theta or dialect.theta), kind=kind, original_context=original, **rope)
     if contradiction := _contradiction(config):
         raise ConfigError(f"config.json: rotary embedding of kind {kind!r}: {contradiction}.")
     return config
+
+
+def read_fraction(stored: Mapping[str, Any], dialect: RopeDialect) -> float | None:
+    """The share of a head's dimensions that is rotated, as `config.json` gives it, else as the family has it.
+
+    Raises:
+      ConfigError: it is not a share, or the family knows none.
+    """
+    inner = _merged(stored).get(FRACTION)
+    value = stored.get(FRACTION) if inner is None else inner
+    if value is None:
+        return dialect.fraction
+    if fault := _fault(FRACTION, value):
+        raise ConfigError(f"config.json: {fault}.")
+    if dialect.fraction is None and value != 1:
+        raise ConfigError(f"config.json: {FRACTION} = {value!r:.60} is not supported by this family.")
+    return float(value)
 
 
 def stretched_context(rope: RopeConfig, context_length: int) -> int:
@@ -101,15 +163,12 @@ def _merged(stored: Mapping[str, Any]) -> dict[str, Any]:
                     "Keep either rope_parameters or rope_theta with rope_scaling."
                 )
             merged[name] = value
-    partial = merged.pop("partial_rotary_factor", None)
-    if partial not in (None, 1, 1.0):
-        raise ConfigError(f"config.json: partial_rotary_factor = {partial!r:.60} is not supported by this family.")
     return merged
 
 
-def _numbers(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers(kind: str, names: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The entries this kind reads, checked; null stands for absent where there is a default."""
-    wanted = {name.rstrip("?"): not name.endswith("?") for name in _KINDS[kind]}
+    wanted = {name.rstrip("?"): not name.endswith("?") for name in names}
     problems = [
         f"{name} = {value!r:.60} has no meaning there" for name, value in settings.items() if name not in wanted
     ]
@@ -134,6 +193,9 @@ def _fault(name: str, value: Any) -> str | None:
         usable, wanted = type(value) is bool, "true or false"
     elif name == _ORIGINAL:
         usable, wanted = type(value) is int and 1 <= value <= MOST, f"a whole number from 1 to {MOST}"
+    elif name in ("short_factor", "long_factor"):
+        usable = isinstance(value, list | tuple) and bool(value) and all(_is_factor(factor) for factor in value)
+        wanted = "a list of positive numbers"
     else:
         # Neither NaN nor an integer too large for a float passes: it is compared, not converted.
         usable = type(value) in (int, float) and _LEAST <= value <= _MOST[name]
@@ -141,12 +203,18 @@ def _fault(name: str, value: Any) -> str | None:
     return None if usable else f"{name} = {value!r:.60} is not usable ({wanted} is)"
 
 
+def _is_factor(value: Any) -> bool:
+    return type(value) in (int, float) and _LEAST <= value <= _MOST["factor"]
+
+
 def _contradiction(rope: RopeConfig) -> str | None:
     """Why no frequencies follow from these settings, though each is usable by itself, or None."""
-    if rope.kind == "llama3" and not rope.high_freq_factor > rope.low_freq_factor:
-        return f"high_freq_factor = {rope.high_freq_factor} must be more than low_freq_factor = {rope.low_freq_factor}"
-    if rope.kind == "yarn" and not rope.beta_fast > rope.beta_slow:
-        return f"beta_fast = {rope.beta_fast} must be more than beta_slow = {rope.beta_slow}"
+    if rope.kind == "llama3" and rope.high_freq_factor < rope.low_freq_factor:
+        return (
+            f"high_freq_factor = {rope.high_freq_factor} must not be less than low_freq_factor = {rope.low_freq_factor}"
+        )
+    if rope.kind == "yarn" and rope.beta_fast < rope.beta_slow:
+        return f"beta_fast = {rope.beta_fast} must not be less than beta_slow = {rope.beta_slow}"
     if rope.kind == "yarn" and not rope.theta > 1:
         return f"rope_theta = {rope.theta} must be more than 1"
     return None
@@ -161,6 +229,30 @@ def _yarn(values: Mapping[str, Any]) -> dict[str, Any]:
         "beta_slow": values.get("beta_slow", 1.0),
         "attention_factor": values.get("attention_factor", attention or _yarn_attention(factor, 1.0)),
         "truncate": values.get("truncate", True),
+        "softmax_factor": _yarn_attention(factor, all_dim) ** 2 if all_dim else 1.0,
+    }
+
+
+def _longrope(values: Mapping[str, Any], stretch: float, original: int) -> dict[str, Any]:
+    """The entries of LongRoPE; `stretch` is the model's context by the original one, in tokens."""
+    short, long = tuple(values["short_factor"]), tuple(values["long_factor"])
+    if "short_mscale" in values:
+        return {
+            "short_factors": short,
+            "long_factors": short,
+            "attention_factor": values["short_mscale"],
+            "long_attention_factor": values["long_mscale"],
+        }
+    factor = values.get("factor", stretch)
+    attention = values.get("attention_factor")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+    return {
+        "factor": factor,
+        "short_factors": short,
+        "long_factors": long,
+        "attention_factor": attention,
+        "long_attention_factor": attention,
     }
 
 

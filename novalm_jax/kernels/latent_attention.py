@@ -1,0 +1,72 @@
+"""Multi-head latent attention (arXiv:2405.04434, section 2.1) over latents: what a token's keys and values come from.
+
+Layouts: queries `[b, t, h, n + r]`, their last r numbers rotated; latents `[..., l + r]`, a compressed vector of l
+numbers and the r of the rotated key that all heads share. Two forms of the same sum: `expanded` computes keys and
+values of every head from the latents, which pays where many queries share them (prefill); `absorbed` multiplies queries
+and results instead, so that few queries attend to the latents themselves, as if they were one key-value head (decode).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from novalm_jax.kernels import attention
+from novalm_jax.kernels.attention import Rule, read_positions
+from novalm_jax.kernels.linear import einsum
+
+
+class Up(NamedTuple):
+    """The projections from a latent to keys `[h, n, l]` and values `[h, c, l]` of all heads."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+def expand(latents: jax.Array, up: Up) -> tuple[jax.Array, jax.Array]:
+    """Latents `[s, l + r]` -> keys `[h, s, n + r]` and values `[h, s, c]`, in the latents' dtype."""
+    rank = up.keys.shape[-1]
+    compressed, rotated = latents[:, :rank], latents[:, rank:]
+    keys = einsum("sl,hnl->hsn", compressed, up.keys).astype(latents.dtype)
+    values = einsum("sl,hcl->hsc", compressed, up.values).astype(latents.dtype)
+    shared = jnp.broadcast_to(rotated[None], (keys.shape[0], *rotated.shape))
+    return jnp.concatenate([keys, shared], axis=-1), values
+
+
+def reference(q: jax.Array, latents: jax.Array, up: Up, rule: Rule) -> jax.Array:
+    """Attention of whole sequences to themselves: q `[b, t, h, n + r]`, latents `[b, t, l + r]` -> `[b, t, h, c]`."""
+    keys, values = jax.vmap(lambda one: expand(one, up))(latents)
+    return attention.reference(q, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3), rule)
+
+
+def expanded(
+    q: jax.Array, latents: jax.Array, up: Up, rows: jax.Array, starts: jax.Array, rule: Rule, block: int
+) -> jax.Array:
+    """Attention of new tokens to a cache of latents `[rows, 1, s, l + r]`, block by block of keys and values.
+
+    As `attention.cached`: q `[b, t, h, n + r]` in, `[b, t, h, c]` out, `rows` and `starts` int32 `[b]`.
+    """
+
+    def read(row: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return expand(read_positions(latents, row, number, block, q.dtype)[0], up)
+
+    heads, value_dim, _ = up.values.shape
+    return attention.walk(q, read, heads, value_dim, rows, starts, rule, None, block)
+
+
+def absorbed(
+    q: jax.Array, latents: jax.Array, up: Up, rows: jax.Array, starts: jax.Array, rule: Rule, block: int
+) -> jax.Array:
+    """As `expanded`, with the projections moved to the queries and to the result."""
+    nope, rank = up.keys.shape[1:]
+
+    def read(row: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        stored = read_positions(latents, row, number, block, q.dtype)
+        return stored, stored[:, :, :rank]
+
+    inner = einsum("bthn,hnl->bthl", q[..., :nope], up.keys).astype(q.dtype)
+    queries = jnp.concatenate([inner, q[..., nope:]], axis=-1)
+    mixed = attention.walk(queries, read, 1, rank, rows, starts, rule, None, block)
+    return einsum("bthl,hcl->bthc", mixed, up.values).astype(q.dtype)
