@@ -11,8 +11,10 @@ logits; no token sits on a routing tie or a tie of its two best logits; and each
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import operator
 import re
 import sys
 import zlib
@@ -26,54 +28,84 @@ import transformers  # type: ignore[import-not-found]
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from cases import ABSENT, CASES, Case
+from case import ABSENT, Case
+from cases import CASES
+from routing import watch_routers
 
 HERE = Path(__file__).parent
 TOKENS, GREEDY = 24, 16
-WEIGHT_STD, NORM_STD, BIAS_STD, ROUTER_STD = 0.2, 0.3, 0.3, 0.6
+WEIGHT_STD, NORM_STD, BIAS_STD, ROUTER_STD, SINK_STD = 0.2, 0.3, 0.3, 0.6, 1.0
 LEAST_ROUTER_MARGIN, LEAST_GREEDY_MARGIN, LEAST_BITE = 1e-4, 1e-3, 1e-2
 # A continuation that only repeats one token would hide a wrong position or a stale cache.
 LEAST_DISTINCT = 7
 SHARD_SIZE = "20KB"
+# Families whose published files hold the experts of a layer in one tensor.
+FUSED = {"dbrx", "gpt_oss", "granitemoe", "llama4", "llama4_text"}
 
+
+NORM_WEIGHT = re.compile(r"norm(_1|_2|_f)?\.weight$")
+ROUTERS = (".gate.weight", ".router.weight", ".router.layer.weight", ".wg.weight")
 
 State = dict[str, "torch.Tensor"]
 
 
 class MissingTensors(Exception):
-    """A configuration asks for tensors that the weights at hand lack."""
+    """A configuration asks for tensors that the weights at hand lack, or have in another shape."""
+
+
+def spell_out(case: Case, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` with those keys that this case means and the reference does not read where they stand."""
+    spelt = dict(fields)
+    for key, path in case.meant.items():
+        spelt[key] = functools.reduce(operator.getitem, path.split("."), spelt)
+    return spelt
+
+
+def configure(family: str, fields: Mapping[str, Any]) -> Any:
+    """The reference's configuration of config.json's content."""
+    config = transformers.CONFIG_MAPPING[family].from_dict(json.loads(json.dumps(dict(fields))))
+    config._experts_implementation = "eager"
+    return config
 
 
 def build(family: str, fields: Mapping[str, Any]) -> Any:
     """A fresh reference model, eager and in float32; rotary embeddings keep state, so one serves one length only."""
-    config = transformers.CONFIG_MAPPING[family].from_dict(json.loads(json.dumps(dict(fields))))
-    config._experts_implementation = "eager"
     return transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", dtype=torch.float32
+        configure(family, fields), attn_implementation="eager", dtype=torch.float32
     ).eval()
+
+
+def stored_dtype(name: str, dtype: str) -> str:
+    """Published files keep the bias that corrects the choice of experts in float32."""
+    return "float32" if name.endswith("e_score_correction_bias") else dtype
 
 
 def draw(model: Any, seed: int, dtype: str) -> State:
     """Random weights under the in-memory names, rounded to `dtype` and given back in float32."""
     random = torch.Generator().manual_seed(seed)
     state: State = {}
-    for name, weight in sorted(model.named_parameters()):
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
+    for name, weight in sorted([*model.named_parameters(), *buffers]):
         noise = torch.randn(weight.shape, generator=random)
-        if name.endswith("norm.weight"):
+        if NORM_WEIGHT.search(name):
             value = 1 + NORM_STD * noise
-        elif name.endswith(".bias"):
+        elif name.endswith("bias"):
             value = BIAS_STD * noise
-        elif name.endswith((".gate.weight", ".router.weight")):
+        elif name.endswith(ROUTERS):
             value = ROUTER_STD * noise
+        elif name.endswith(".sinks"):
+            value = SINK_STD * noise
         else:
             value = WEIGHT_STD * noise
-        state[name] = value.to(getattr(torch, dtype)).to(torch.float32)
+        state[name] = value.to(getattr(torch, stored_dtype(name, dtype))).to(torch.float32)
     return state
 
 
 def fill(model: Any, state: State) -> list[str]:
     """Loads `state`; gives back the names of the tensors that the model wants and `state` lacks."""
-    missing = model.load_state_dict(state, strict=False).missing_keys
+    wanted = model.state_dict()
+    fitting = {name: x for name, x in state.items() if name in wanted and x.shape == wanted[name].shape}
+    missing = model.load_state_dict(fitting, strict=False).missing_keys
     model.tie_weights()
     return [name for name in missing if not (name == "lm_head.weight" and model.config.tie_word_embeddings)]
 
@@ -84,12 +116,8 @@ def forward(family: str, fields: Mapping[str, Any], state: State, ids: Any) -> t
     model = build(family, fields)
     if missing := fill(model, state):
         raise MissingTensors(missing)
-    k = getattr(model.config, "num_experts_per_tok", None)
-    if k is None:
-        return model(ids, use_cache=False).logits, math.inf
-    out = model(ids, use_cache=False, output_router_logits=True)
-    chosen = [router.softmax(-1).sort(-1, descending=True).values for router in out.router_logits]
-    return out.logits, min(float((p[:, k - 1] - p[:, k]).min()) for p in chosen)
+    gaps = watch_routers(model)
+    return model(ids, use_cache=False).logits, min(gaps, default=math.inf)
 
 
 def continue_greedily(family: str, fields: Mapping[str, Any], state: State, ids: Any) -> tuple[Any, float, float]:
@@ -107,16 +135,18 @@ def continue_greedily(family: str, fields: Mapping[str, Any], state: State, ids:
 def find_golden(name: str, case: Case) -> tuple[State, dict[str, np.ndarray]]:
     """The first seed whose tokens keep clear of every tie, and what the reference answers with it."""
     first = zlib.crc32((case.like or name).encode())
+    fields = spell_out(case, case.fields)
     for seed in range(first, first + 1000):
-        state = draw(build(case.family, case.fields), seed, case.dtype)
+        model = build(case.family, fields)
+        state = draw(model, seed, case.dtype)
         random = torch.Generator().manual_seed(seed + 1)
-        ids = torch.randint(3, case.fields["vocab_size"], (2, TOKENS), generator=random)
-        logits, router_margin = forward(case.family, case.fields, state, ids)
+        ids = torch.randint(3, model.config.vocab_size, (2, TOKENS), generator=random)
+        logits, router_margin = forward(case.family, fields, state, ids)
         if router_margin < LEAST_ROUTER_MARGIN:
             continue
         greedy, greedy_margin = ids[:1, :0], math.inf
         if case.greedy:
-            greedy, margin, greedy_margin = continue_greedily(case.family, case.fields, state, ids[:1])
+            greedy, margin, greedy_margin = continue_greedily(case.family, fields, state, ids[:1])
             router_margin = min(router_margin, margin)
             if len(greedy.unique()) < LEAST_DISTINCT:
                 continue
@@ -139,14 +169,18 @@ def write(folder: Path, case: Case, state: State, golden: Mapping[str, np.ndarra
     model = build(case.family, case.fields)
     fill(model, state)
     size = SHARD_SIZE if case.dtype == "bfloat16" else "1GB"
-    model.to(getattr(torch, case.dtype)).save_pretrained(
-        folder, max_shard_size=size, save_original_format=case.layout != "packed"
-    )
+    model.to(getattr(torch, case.dtype))
+    for name, buffer in model.named_buffers():
+        if stored_dtype(name, case.dtype) != case.dtype:
+            buffer.data = state[name]
+    model.save_pretrained(folder, max_shard_size=size, save_original_format=case.layout != "packed")
     (folder / "generation_config.json").unlink()
     if case.hub_config:
         (folder / "config.json").write_text(json.dumps(case.fields, indent=2, sort_keys=True) + "\n")
     if case.layout == "w123":
         rename(folder / "model.safetensors", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
+    if case.family == "llama4" or case.ignored:
+        dress(folder / "model.safetensors", "language_model." if case.family == "llama4" else "", case.ignored)
     np.savez_compressed(folder / "golden.npz", **golden)  # type: ignore[arg-type]
 
 
@@ -156,20 +190,29 @@ def rename(path: Path, parts: Mapping[str, str]) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def dress(path: Path, prefix: str, ignored: Mapping[str, tuple[int, ...]]) -> None:
+    """Puts a prefix before every name, and adds tensors (of ones) that the reference does not look at."""
+    tensors = {prefix + name: x for name, x in load_file(path).items()}
+    tensors |= {name: torch.ones(shape) for name, shape in ignored.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def check_folder(folder: Path, case: Case, golden: Mapping[str, np.ndarray]) -> None:
     """The written folder, read by the reference, gives the golden logits again, and the names are those meant."""
     names: set[str] = set()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             names |= set(file.keys())
-    assert ("lm_head.weight" in names) != case.fields.get("tie_word_embeddings", False), folder
-    if "experts" in "".join(case.fields) and case.family != "granitemoe":
+    prefix = "language_model." if case.family == "llama4" else ""
+    assert (f"{prefix}lm_head.weight" in names) != case.fields.get("tie_word_embeddings", False), folder
+    if "experts" in "".join(case.fields) and case.family not in FUSED:
         part = {"packed": "experts.gate_up_proj", "w123": "experts.0.w3.weight", "hub": "experts.0."}[case.layout]
         assert any(part in name for name in names), (folder, part)
     if case.layout == "w123":
         return  # The reference reads these names for no family with this configuration.
+    fields = spell_out(case, json.loads((folder / "config.json").read_text()))
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        folder, config=configure(case.family, fields), dtype=torch.float32, attn_implementation="eager"
     )
     with torch.no_grad():
         logits = model.eval()(torch.from_numpy(golden["input_ids"]).long(), use_cache=False).logits.numpy()
@@ -203,7 +246,7 @@ def bites(folder: Path, case: Case, state: State, golden: Mapping[str, np.ndarra
         else:
             config = change(fields, path, value)
         try:
-            logits, _ = forward(case.family, config, weights, ids)
+            logits, _ = forward(case.family, spell_out(case, config), weights, ids)
             bite = float(np.abs(logits.numpy() - golden["logits"]).max())
         except MissingTensors:
             bite = math.inf
