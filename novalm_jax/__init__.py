@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from novalm_jax.checkpoint.load import load_model as load_model
+    from novalm_jax.checkpoint.orbax import load_orbax as load_orbax
+    from novalm_jax.checkpoint.orbax import save_orbax as save_orbax
+    from novalm_jax.checkpoint.write import save_model as save_model
     from novalm_jax.engine.llm import LLM as LLM
     from novalm_jax.engine.report import Report as Report
     from novalm_jax.engine.request import Completion as Completion
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from novalm_jax.errors import NovaError as NovaError
     from novalm_jax.errors import OptionError as OptionError
     from novalm_jax.errors import RequestError as RequestError
+    from novalm_jax.errors import WriteError as WriteError
+    from novalm_jax.options import ConvertOptions as ConvertOptions
     from novalm_jax.options import EngineOptions as EngineOptions
     from novalm_jax.options import SamplingParams as SamplingParams
 
@@ -27,9 +32,13 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "load_model": "checkpoint.load",
+    "save_model": "checkpoint.write",
+    "load_orbax": "checkpoint.orbax",
+    "save_orbax": "checkpoint.orbax",
     "LLM": "engine.llm",
     "Report": "engine.report",
     "Completion": "engine.request",
+    "ConvertOptions": "options",
     "EngineOptions": "options",
     "SamplingParams": "options",
     "NovaError": "errors",
@@ -39,6 +48,7 @@ _HOMES = {
     "EngineError": "errors",
     "OptionError": "errors",
     "RequestError": "errors",
+    "WriteError": "errors",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

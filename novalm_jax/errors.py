@@ -48,3 +48,7 @@ class BudgetError(UserError):
 
 class EngineError(NovaError):
     """The engine failed while it ran; the requests it was running are lost."""
+
+
+class WriteError(NovaError):
+    """Files could not be written: the disk is full, was taken away, or failed."""

@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 from novalm_jax.errors import OptionError, RequestError
+from novalm_jax.units import parse_size
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -151,6 +152,55 @@ class EngineOptions:
     def names(cls) -> tuple[str, ...]:
         """The names of all options, in order."""
         return tuple(field.name for field in fields(cls))
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """In which form a checkpoint is written.
+
+    Raises:
+      OptionError: a value outside its range; the message names the option.
+    """
+
+    to: Literal["safetensors", "orbax"] = "safetensors"
+    """safetensors: a folder as on the Hugging Face Hub. orbax: weights as Orbax keeps them, for work in JAX."""
+    dtype: Literal["as-stored", "float32", "bfloat16"] = "as-stored"
+    """What weights are rounded to; as-stored leaves every bit as it is."""
+    shard_size: str | int = "5GB"
+    """Most bytes of weights in one .safetensors file; a tensor that is larger has a file of its own."""
+
+    def __post_init__(self) -> None:
+        for name in ("to", "dtype"):
+            allowed = get_args(get_type_hints(ConvertOptions)[name])
+            if getattr(self, name) not in allowed:
+                raise OptionError(f"{name}: {_shown(getattr(self, name))} is not one of {', '.join(allowed)}.")
+        if self.shard_bytes < 1:
+            raise OptionError(f"shard_size: {_shown(self.shard_size)} leaves no room for weights; give 5GB, or so.")
+        if self.to == "orbax" and self.shard_size != ConvertOptions.shard_size:
+            raise OptionError("shard_size: only .safetensors files have one; leave it out, or convert to safetensors.")
+
+    @property
+    def shard_bytes(self) -> int:
+        """The shard size in bytes."""
+        return parse_size(self.shard_size, name="shard_size")
+
+
+@dataclass(frozen=True)
+class LoadBenchOptions:
+    """How loading is measured.
+
+    Raises:
+      OptionError: a value outside its range; the message names the option.
+    """
+
+    dtype: Dtype = "bfloat16"
+    """What weights are rounded to."""
+    rounds: int = 5
+    """How often the files are read in each way; medians count."""
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        _positive("rounds", self.rounds)
 
 
 def check_dtype(dtype: str) -> None:

@@ -1,0 +1,125 @@
+"""What lies beside the weights of a checkpoint and goes where they go: config.json, tokenizer, template, licence.
+
+Knows file names and the two fields of a configuration that say how weights are stored. Refuses to know weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from novalm_jax.checkpoint.atomic import Work
+from novalm_jax.checkpoint.header import open_file, reason_of, unreadable
+from novalm_jax.errors import CheckpointError
+
+CONFIG = "config.json"
+WEIGHTS = "weights"
+"""The folder of weights in a folder that holds them as Orbax does."""
+
+_DTYPE_FIELDS = ("dtype", "torch_dtype")
+# Other forms of the weights, and lists of the files that held them. Copies would be large, or would not be true.
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pth",
+    ".pt",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".gguf",
+    ".npz",
+    ".npy",
+    ".onnx",
+    ".tflite",
+)
+_OF_WEIGHTS = (".index.json", ".onnx_data", ".incomplete", ".lock")
+_LARGEST = 1 << 28
+
+
+@dataclass(frozen=True)
+class Companions:
+    """Small files of a folder.
+
+    Attributes:
+      paths: the files, by name; without config.json.
+      left: names of files that are too large to be anything but weights of some kind.
+    """
+
+    paths: Mapping[str, Path]
+    left: tuple[str, ...]
+
+    @classmethod
+    def of(cls, folder: str | Path | None) -> Companions:
+        """Finds them; there are none where there is no folder. Folders, hidden files and weights are passed over.
+
+        Raises:
+          CheckpointError: the folder or one of the files may not be read, or is a link to nowhere.
+        """
+        if folder is None:
+            return cls({}, ())
+        folder = Path(folder)
+        paths, left = {}, []
+        try:
+            for name in sorted(os.listdir(folder)):
+                path = folder / name
+                if path.is_dir() or name == CONFIG or name.startswith(".") or name.endswith(_WEIGHTS + _OF_WEIGHTS):
+                    continue
+                file = open_file(path)
+                if os.fstat(file).st_size > _LARGEST:
+                    left.append(name)
+                else:
+                    paths[name] = path
+                os.close(file)
+        except OSError as error:
+            raise CheckpointError(unreadable(folder, error)) from error
+        return cls(paths, tuple(left))
+
+    def put(self, work: Work, config: bytes) -> None:
+        """Copies them, beside a config.json that holds `config`."""
+        work.put(CONFIG, config)
+        for name, path in self.paths.items():
+            work.put(name, read_bytes(path))
+
+
+def read_bytes(path: Path) -> bytes:
+    """All bytes of a file.
+
+    Raises:
+      CheckpointError: it cannot be read.
+    """
+    try:
+        with os.fdopen(open_file(path), "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {reason_of(error)}.") from error
+
+
+def with_dtype(config: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
+    """The configuration of the same model with its weights stored in `dtype` (None: as they were).
+
+    A field that says so is changed, also in the part about the text model; none is added.
+    """
+    changed = dict(config)
+    if dtype is not None:
+        changed |= {name: dtype for name in _DTYPE_FIELDS if name in config}
+        if isinstance(inner := config.get("text_config"), Mapping):
+            changed["text_config"] = with_dtype(inner, dtype)
+    return changed
+
+
+def config_bytes(config: Mapping[str, Any]) -> bytes:
+    """A configuration as the text of config.json, fields in their order."""
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def identity_of(paths: Iterable[Path]) -> dict[str, list[int]]:
+    """What tells a version of these files from another: size and time of the last change, in nanoseconds, by path."""
+    found = {}
+    for path in sorted(paths):
+        status = path.stat()
+        found[str(path)] = [status.st_size, status.st_mtime_ns]
+    return found
