@@ -91,4 +91,4 @@ def _explain(program: str, error: Exception) -> None:
         str(error) if isinstance(error, NovaError) else f"failed: {type(error).__name__}: {error} (--debug shows where)"
     )
     width = max(60, min(120, os.get_terminal_size(2).columns if sys.stderr.isatty() else 120))
-    print(textwrap.fill(f"{program}: {text}", width, break_long_words=False), file=sys.stderr)
+    print(textwrap.fill(f"{program}: {text}", width, break_long_words=False, break_on_hyphens=False), file=sys.stderr)

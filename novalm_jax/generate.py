@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class GenerateOptions:
     """Generate text with a language model."""
 
-    model: Path | None = None
-    """Folder of a Hugging Face checkpoint, the one that holds config.json. None: the model in this package."""
+    model: str | None = None
+    """Folder of a Hugging Face checkpoint, the one that holds config.json, or the name (org/name) of one in the Hugging
+    Face cache. None: the model in this package."""
     prompt: tuple[str, ...] = ()
     """Text to go on from; - reads it from stdin."""
     prompt_file: tuple[Path, ...] = ()

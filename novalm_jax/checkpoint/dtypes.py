@@ -11,6 +11,7 @@ import numpy as np
 from novalm_jax.errors import CheckpointError
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_INFINITE = np.uint16(0x7F80)  # the exponent of infinities and NaNs in bfloat16
 _FLOAT16, _FLOAT32, _FLOAT64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
 
 _READ = {
@@ -68,7 +69,8 @@ def numpy_dtype(code: str) -> np.dtype:
 def to_dtype(array: np.ndarray, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
     """`array` in another float type, rounded to nearest even: the bits of `jnp.asarray(array).astype(dtype)`.
 
-    Overflow gives infinity, subnormals are kept, a NaN stays a NaN. float64 goes through float32, as it does in JAX.
+    Overflow gives infinity (`overflowed` tells), subnormals are kept, a NaN stays a NaN. float64 goes through float32,
+    as it does in JAX.
 
     Args:
       array: any shape, float16, bfloat16, float32 or float64. An array that has `dtype` already may be of any type.
@@ -106,3 +108,17 @@ def to_dtype(array: np.ndarray, dtype: np.dtype, out: np.ndarray | None = None) 
             # numpy keeps a signalling NaN of float16 as it is, XLA makes it a quiet one.
             out.view(np.uint32)[np.isnan(out)] |= np.uint32(0x0040_0000)
     return out
+
+
+def overflowed(array: np.ndarray, rounded: np.ndarray) -> bool:
+    """Whether `to_dtype` made `rounded` out of a finite number of `array` that it could only make infinite.
+
+    Args:
+      array: floats of any type and shape.
+      rounded: the same shape, bfloat16 or float32.
+    """
+    if array.dtype in (_FLOAT16, BFLOAT16):
+        return False
+    if rounded.dtype == BFLOAT16 and (rounded.view(np.uint16) & _INFINITE).max(initial=0) < _INFINITE:
+        return False
+    return bool(np.any(np.isinf(rounded) & np.isfinite(array)))

@@ -25,6 +25,7 @@ from novalm_jax.checkpoint.header import (
     some,
     unreadable,
 )
+from novalm_jax.checkpoint.hub import cached_name
 from novalm_jax.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -54,7 +55,7 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     missing = [name for name in files if not os.path.lexists(folder / name)]
     if missing:
         count = f"{len(missing)} of {len(files)} {'file' if len(files) == 1 else 'files'}"
-        problems.append(f"{folder}: {count} missing: {some(missing, 1000)}. Download what is missing.")
+        problems.append(f"{folder}: {count} missing: {some(missing, 1000)}. {_how_to_complete(folder)}")
     headers: dict[str, dict[str, StoredTensor]] = {}
     for name in files:
         if name not in missing:
@@ -168,8 +169,8 @@ def _names_in(folder: Path) -> list[str]:
         raise CheckpointError(f"{folder} is not a folder. Give the folder that holds config.json{where}.") from None
     except FileNotFoundError:
         raise CheckpointError(
-            f"There is no folder {folder}. Give the folder of a downloaded checkpoint, the one that holds config.json; "
-            "models are not downloaded by name."
+            f"There is no folder {folder}. Give the folder of a downloaded checkpoint, the one that holds config.json, "
+            "or the name of a model in the Hugging Face cache, such as org/name."
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(unreadable(folder, error)) from error
@@ -271,6 +272,11 @@ def _disagreements(
     if unnamed := [f"{name} in {files[0]}" for name, files in holders.items() if name not in weight_map]:
         lines.append(f"{folder / INDEX}: does not name tensors that its files hold: {some(unnamed)}. {AGAIN}")
     return lines
+
+
+def _how_to_complete(folder: Path) -> str:
+    name = cached_name(folder)
+    return f"Run `hf download {name}`: it fetches what is missing." if name else "Download what is missing."
 
 
 def _report(folder: Path, problems: Sequence[str]) -> str:

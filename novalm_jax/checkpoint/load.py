@@ -6,22 +6,26 @@ where arrays are to live: callers say that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import math
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from tqdm import tqdm
 
-from novalm_jax.checkpoint.dtypes import numpy_dtype, to_dtype
+from novalm_jax.checkpoint.dtypes import numpy_dtype, overflowed, to_dtype
 from novalm_jax.checkpoint.files import TensorReader, list_tensors
-from novalm_jax.checkpoint.header import read_json
-from novalm_jax.checkpoint.mapping import Assignment, WeightMap, map_weights
+from novalm_jax.checkpoint.header import StoredTensor, read_json
+from novalm_jax.checkpoint.hub import find_folder
+from novalm_jax.checkpoint.mapping import Assignment, Piece, WeightMap, map_weights
+from novalm_jax.checkpoint.progress import Advance, bytes_bar
 from novalm_jax.config import ModelConfig
 from novalm_jax.errors import CheckpointError, ConfigError
 from novalm_jax.models.decoder import Decoder
@@ -35,8 +39,14 @@ Shardings = Callable[[Decoder], Mapping[str, jax.sharding.Sharding]]
 Put = Callable[[str, np.ndarray], jax.Array]
 """Takes a parameter, by its path, from host memory to where it is to live. The buffer is not used again."""
 
-Advance = Callable[[int], object]
-"""Hears of every count of bytes that were read."""
+_READERS = max(2, min(8, os.cpu_count() or 1))
+"""Threads that read a parameter."""
+
+_PART = 8 << 20
+"""Bytes that one of them reads at a time."""
+
+_FAR_TOO_MANY = 100
+"""Weights that config.json asks for, for each byte that is stored."""
 
 _ALIGNMENT = 64
 """XLA's CPU backend takes over a numpy buffer with this alignment instead of copying it."""
@@ -69,7 +79,7 @@ class Checkpoint:
                 f"{folder!r:.60} is no folder. Give the folder of a downloaded checkpoint, the one that holds "
                 "config.json, as a text or a Path."
             )
-        folder = Path(folder)
+        folder = find_folder(folder)
         stored = list_tensors(folder)
         raw = read_json(folder / "config.json")
         try:
@@ -77,30 +87,44 @@ class Checkpoint:
             config = family.read_config(raw)
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}") from None
-        shapes = {path: param.shape for path, param in parameters_of(abstract_model(config)).items()}
+        shapes = _shapes(folder, config, stored)
         return cls(folder, config, map_weights(family, shapes, stored, family.count_extra_layers(raw)))
 
     def load(self, dtype: str, put: Put) -> Decoder:
         """The model with its weights, each rounded once to `dtype` ("float32" or "bfloat16") and given to `put`.
 
         Raises:
-          CheckpointError: a file went away, ends too early or cannot be read.
+          CheckpointError: a file went away, ends too early or cannot be read; a finite number becomes infinite.
         """
         model = abstract_model(self.config, dtype)
         parameters = parameters_of(model)
-        with TensorReader() as reader, _progress(self.weights.nbytes) as advance:
-            for assignment in sorted(self.weights.assignments, key=_place):
-                parameter = parameters[assignment.path]
-                buffer = read_parameter(reader, assignment, np.dtype(parameter.dtype), advance)
-                parameter.set_value(put(assignment.path, buffer))
+        dtypes = {path: np.dtype(parameter.dtype) for path, parameter in parameters.items()}
+        with closing(self.read(dtypes)) as read:
+            for path, buffer in read:
+                parameters[path].set_value(put(path, buffer))
         return model
+
+    def read(self, dtypes: Mapping[str, np.dtype]) -> Generator[tuple[str, np.ndarray], None, None]:
+        """Every parameter, by its path, in the dtype that is given for it. Threads and files are there until `close`.
+
+        Raises:
+          CheckpointError: as `load`.
+        """
+        with (
+            TensorReader() as reader,
+            ThreadPoolExecutor(_READERS) as pool,
+            bytes_bar("loading", self.weights.nbytes) as advance,
+        ):
+            for assignment in sorted(self.weights.assignments, key=_place):
+                yield assignment.path, read_parameter(reader, assignment, dtypes[assignment.path], advance, pool)
 
 
 def load_model(path: str | Path, dtype: str = "float32", shardings: Shardings | None = None) -> Decoder:
     """Loads a Hugging Face checkpoint folder, everything resident.
 
     Args:
-      path: the folder that holds config.json and the .safetensors files.
+      path: the folder that holds config.json and the .safetensors files, or the name of a model in the Hugging Face
+        cache, such as org/name.
       dtype: "float32" or "bfloat16"; every weight is rounded to it once, to nearest even.
       shardings: gives the sharding of each parameter by its path, such as `ShardingPlan.shardings`; None puts all on
         the default device.
@@ -126,6 +150,26 @@ def abstract_model(config: ModelConfig, dtype: str = "float32") -> Decoder:
     return nnx.eval_shape(lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=keys))
 
 
+def _shapes(folder: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter.
+
+    Raises:
+      CheckpointError: config.json asks for so much more than there is that a list of it would help nobody, and could
+        take any time and memory to make.
+    """
+    asked, there = f"{len(config.layers)} layers", f"{len(stored)} tensors"
+    if len(config.layers) <= len(stored):
+        shapes = {path: param.shape for path, param in parameters_of(abstract_model(config)).items()}
+        weights, size = sum(map(math.prod, shapes.values())), sum(tensor.nbytes for tensor in stored.values())
+        if weights <= _FAR_TOO_MANY * size:
+            return shapes
+        asked, there = f"{weights} weights", f"{size} bytes of them"
+    raise CheckpointError(
+        f"{folder}: config.json asks for {asked}, and the files hold only {there}. Check that config.json belongs to "
+        "these files and that the download is complete."
+    )
+
+
 class _OneKey:
     """Stands in for `nnx.Rngs` where nothing is drawn. That counts its keys in arrays, and with every parameter of a
     deep model under trace that takes quadratic time."""
@@ -136,25 +180,58 @@ class _OneKey:
 
 
 def read_parameter(
-    reader: TensorReader, assignment: Assignment, dtype: np.dtype, advance: Advance = lambda count: None
+    reader: TensorReader,
+    assignment: Assignment,
+    dtype: np.dtype,
+    advance: Advance = lambda count: None,
+    pool: Executor | None = None,
 ) -> np.ndarray:
-    """One parameter of shape `assignment.shape`, read piece by piece and rounded to `dtype`, bfloat16 or float32.
+    """One parameter of shape `assignment.shape`, read part by part and rounded to `dtype`, bfloat16 or float32.
+
+    With a pool its threads read: one waits for the disk while another rounds, or first touches new memory. Beside the
+    parameter each takes the memory of one part.
 
     Raises:
-      CheckpointError: a file went away, ends too early or cannot be read.
+      CheckpointError: a file went away, ends too early or cannot be read; a finite number becomes infinite.
     """
     whole = _aligned(assignment.shape, dtype)
-    for piece in assignment.pieces:
-        out = whole if piece.row is None else whole[piece.row]
-        stored = numpy_dtype(piece.tensor.dtype)
+
+    def read(part: _Part) -> int:
+        stored = numpy_dtype(part.tensor.dtype)
         if stored == dtype:
-            reader.read_into(piece.tensor, _bytes(out), piece.start)
+            reader.read_into(part.tensor, _bytes(part.out), part.start)
         else:
-            scratch = np.empty(piece.shape, stored)
-            reader.read_into(piece.tensor, _bytes(scratch), piece.start)
-            to_dtype(scratch, dtype, out)
-        advance(piece.nbytes)
+            scratch = np.empty(part.out.shape, stored)
+            reader.read_into(part.tensor, _bytes(scratch), part.start)
+            to_dtype(scratch, dtype, part.out)
+            if overflowed(scratch, part.out):
+                raise CheckpointError(
+                    f"{part.tensor.file}: tensor {part.tensor.name} holds numbers that {dtype} cannot: the largest are "
+                    "beyond 3.39e38, and would become infinite. Use dtype float32."
+                )
+        return part.out.size * stored.itemsize
+
+    parts = [part for piece in assignment.pieces for part in _parts(piece, whole)]
+    for count in map(read, parts) if pool is None else pool.map(read, parts):
+        advance(count)
     return whole
+
+
+class _Part(NamedTuple):
+    """Bytes of a tensor, from `start` on, and the place in memory for them."""
+
+    tensor: StoredTensor
+    start: int
+    out: np.ndarray
+
+
+def _parts(piece: Piece, whole: np.ndarray) -> Iterator[_Part]:
+    """A piece in parts of `_PART` bytes, or of one row where that takes more."""
+    out = whole if piece.row is None else whole[piece.row]
+    row_bytes = piece.nbytes // max(1, len(out))
+    step = max(1, _PART // max(1, row_bytes))
+    for row in range(0, len(out), step):
+        yield _Part(piece.tensor, piece.start + row * row_bytes, out[row : row + step])
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -172,16 +249,3 @@ def _place(assignment: Assignment) -> tuple[str, int]:
     """Where a parameter begins on disk: reading in this order is reading forwards."""
     first = assignment.pieces[0]
     return str(first.tensor.file), first.tensor.offset + first.start
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Advance]:
-    """A bar of bytes with their rate, on stderr when that is a terminal."""
-    with _Bar(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="loading", disable=None) as bar:
-        yield bar.update
-
-
-class _Bar(tqdm):
-    """Without tqdm's monitor, a thread that would outlive the bar."""
-
-    monitor_interval = 0

@@ -115,7 +115,8 @@ def map_weights(
         layouts = [_wanted(source, shape, shapes) for source in _sources(family, path)]
         present = [layout for layout in layouts if any(want.name in stored for want in layout)]
         if len(present) > 1:
-            problems.doubled += [f"{path}, as {layout[0].name} and so on" for layout in present]
+            found = [next(want.name for want in layout if want.name in stored) for layout in present]
+            problems.doubled.append(f"{path}, as {' and as '.join(found)}")
         layout = present[0] if present else layouts[0]
         used.update(want.name for found in present for want in found)
         absent = [want.name for want in layout if want.name not in stored]
@@ -123,10 +124,9 @@ def map_weights(
         if not absent:
             assignments.append(Assignment(path, shape, tuple(_checked(want, stored, problems) for want in layout)))
     left = [name for name in stored if name not in used]
-    extra = _extra_prefixes(family, shapes, extra_layers)
-    needless = [
-        name for name in left if _needless(family, name, tied="head.weight" not in shapes) or name.startswith(extra)
-    ]
+    tied = "head.weight" not in shapes
+    extra = _in_extra_layers(family, shapes, left, extra_layers)
+    needless = [name for name in left if name in extra or _needless(family, name, tied=tied)]
     problems.unexpected += sorted(set(left) - set(needless))
     problems.raise_if_any(next(iter(stored.values())).file.parent if stored else None)
     return WeightMap(tuple(assignments), tuple(needless))
@@ -195,14 +195,15 @@ def _needless(family: Family, name: str, *, tied: bool) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in family.ignored_tensors)
 
 
-def _extra_prefixes(family: Family, shapes: Mapping[str, Shape], extra_layers: int) -> tuple[str, ...]:
-    """What the names of tensors begin with that belong to layers after the last one."""
-    numbers = {int(path.split(".")[1]) for path in shapes if path.startswith("layers.")}
+def _in_extra_layers(family: Family, shapes: Mapping[str, Shape], names: Sequence[str], extra_layers: int) -> set[str]:
+    """Those of `names` that belong to the first `extra_layers` layers after the last one."""
+    last = max((int(path.split(".")[1]) for path in shapes if path.startswith("layers.")), default=-1)
     before = {
         source.name.split("{l}")[0] for sources in family.tensors.values() for source in sources if "{l}" in source.name
     }
-    last = max(numbers, default=-1)
-    return tuple(f"{prefix}{last + 1 + i}." for prefix in before for i in range(extra_layers))
+    numbered = re.compile(f"(?:{'|'.join(map(re.escape, sorted(before)))})([1-9][0-9]{{0,17}})\\..*", re.DOTALL)
+    matches = ((name, numbered.fullmatch(name)) for name in names)
+    return {name for name, match in matches if match and last < int(match[1]) <= last + extra_layers}
 
 
 class _Problems:

@@ -48,7 +48,8 @@ class LLM:
         """Loads a checkpoint.
 
         Args:
-          model: a Hugging Face folder; None for the model inside this package.
+          model: a Hugging Face folder, or the name of a model in the Hugging Face cache, such as org/name; None for
+            the model inside this package.
           options: fields of `EngineOptions`.
 
         Raises:

@@ -330,7 +330,7 @@ class Programs:
         return self._weights.layers[self._config.layers.index(config)]
 
     def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((1, tokens, self._config.hidden_size), self.shapes.dtype)
+        return jax.ShapeDtypeStruct((1, tokens, self._config.hidden_size), jnp.float32)
 
 
 def decode_rows(rows: int) -> tuple[int, ...]:

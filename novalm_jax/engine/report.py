@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from html import escape
 from typing import Any
 
+from novalm_jax.checkpoint.header import some
 from novalm_jax.units import format_size
 
 
@@ -89,5 +90,5 @@ def _readable(name: str, value: Any) -> str:
     if name.endswith("_seconds"):
         return f"{value:.3f} s"
     if isinstance(value, list):
-        return ", ".join(value) or "none"
+        return some(value) or "none"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from novalm_jax.checkpoint.dtypes import BFLOAT16, element_bits, numpy_dtype, to_dtype
+from novalm_jax.checkpoint.dtypes import BFLOAT16, element_bits, numpy_dtype, overflowed, to_dtype
 from novalm_jax.errors import CheckpointError
 
 FLOAT16, FLOAT32, FLOAT64 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64)
@@ -63,6 +63,18 @@ def test_overflow_is_infinity_and_subnormals_are_kept() -> None:
     result = to_dtype(values, BFLOAT16).astype(FLOAT32)
     assert result[0] == np.inf and np.isfinite(result[1])
     assert result[2] > 0 > result[3]
+
+
+@pytest.mark.parametrize("source", [FLOAT16, BFLOAT16, FLOAT32, FLOAT64], ids=str)
+@pytest.mark.parametrize("target", [BFLOAT16, FLOAT32], ids=str)
+def test_overflow_is_told_from_infinities_that_were_there(source: np.dtype, target: np.dtype) -> None:
+    top = {FLOAT16: 65504, BFLOAT16: 3.3895314e38, FLOAT32: 3.4028235e38, FLOAT64: 1e300}[source]
+    values = np.array([[1, -2], [np.inf, np.nan]], np.float64).astype(source)
+    assert not overflowed(values, to_dtype(values, target))
+    values[0, 1] = source.type(-top)
+    beyond = (source == FLOAT32 and target == BFLOAT16) or source == FLOAT64
+    assert overflowed(values, to_dtype(values, target)) == beyond
+    assert not overflowed(values[:0], to_dtype(values[:0], target))
 
 
 def test_writes_into_a_strided_or_scalar_out() -> None:

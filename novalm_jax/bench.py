@@ -1,0 +1,67 @@
+"""`python -m novalm_jax.bench`: measurements, on the command line. Each is a subcommand.
+
+The result goes to stdout, everything else to stderr, so that the output pipes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import tyro
+
+from novalm_jax.commands import run_command
+from novalm_jax.options import LoadBenchOptions
+
+_PROGRAM = "python -m novalm_jax.bench"
+
+
+@dataclass(frozen=True)
+class LoadCommand:
+    """Measure how fast the weights of a checkpoint come from disk, beside a plain read of the same files."""
+
+    model: tyro.conf.Positional[str]
+    """Folder of a Hugging Face checkpoint, or the name (org/name) of one in the Hugging Face cache."""
+    json: bool = False
+    """Write one JSON object in place of a table."""
+    debug: bool = False
+    """Show tracebacks."""
+    options: tyro.conf.OmitArgPrefixes[LoadBenchOptions] = field(default_factory=LoadBenchOptions)
+
+
+def _load(command: LoadCommand) -> None:
+    # Only now, so that --help and mistakes in the options are answered before JAX is loaded.
+    import jax
+
+    from novalm_jax.benchmarks.loading import measure_loading
+
+    # The host's side is measured; an accelerator, and its memory, are left to others.
+    jax.config.update("jax_platforms", "cpu")
+    rates = measure_loading(command.model, command.options)
+    print(json.dumps(rates.to_dict()) if command.json else rates)
+
+
+_BENCHMARKS = {"load": (LoadCommand, _load)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
+    if name not in _BENCHMARKS:
+        asked = name in ("-h", "--help")
+        lines = [f"  {known:<8} {options.__doc__}" for known, (options, _) in _BENCHMARKS.items()]
+        print(
+            f"usage: {_PROGRAM} BENCHMARK ... (BENCHMARK --help shows its options)",
+            *lines,
+            sep="\n",
+            file=sys.stdout if asked else sys.stderr,
+        )
+        return 0 if asked else 2
+    options, body = _BENCHMARKS[name]
+    return run_command(options, body, f"{_PROGRAM} {name}", rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

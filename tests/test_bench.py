@@ -1,0 +1,111 @@
+"""The bench command: what it measures is what it says, and its output can be read by people and by programs."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from novalm_jax import bench
+from novalm_jax.benchmarks import loading
+from novalm_jax.benchmarks.loading import LoadRates, forget, measure_loading, read_plainly
+from novalm_jax.errors import CheckpointError, OptionError
+from novalm_jax.options import LoadBenchOptions
+from tiny_checkpoints import tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("bench") / "model")
+
+
+def test_both_ways_are_taken_in_turns_from_files_that_were_forgotten(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            done.append(name)
+            return call(*arguments)
+
+        return run
+
+    monkeypatch.setattr(loading, "forget", noted("forget", forget))
+    monkeypatch.setattr(loading, "read_plainly", noted("plain", read_plainly))
+    monkeypatch.setattr(loading.Checkpoint, "read", noted("load", loading.Checkpoint.read))
+    rates = measure_loading(model, LoadBenchOptions(rounds=3))
+    forward, back = ["forget", "plain", "forget", "load"], ["forget", "load", "forget", "plain"]
+    assert done == forward + back + forward
+    assert len(rates.plain_seconds) == len(rates.load_seconds) == 3
+    assert rates.files == 1 and rates.file_bytes == (model / "model.safetensors").stat().st_size
+    assert 0 < rates.file_bytes - rates.weight_bytes < 10_000
+
+
+def test_files_are_forgotten_whole(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int, int, int]] = []
+
+    def advise(descriptor: int, offset: int, length: int, advice: int) -> None:
+        asked.append((os.readlink(f"/proc/self/fd/{descriptor}"), offset, length, advice))
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    files = [model / "model.safetensors", model / "config.json"]
+    assert forget(files)
+    assert asked == [(str(file), 0, 0, os.POSIX_FADV_DONTNEED) for file in files]
+    with pytest.raises(CheckpointError, match="is missing"):
+        forget([tmp_path / "gone"])
+    monkeypatch.delattr(os, "posix_fadvise")
+    assert not forget(files)
+
+
+def test_a_plain_read_takes_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_BUFFER", 7)
+    files = [tmp_path / "a", tmp_path / "b"]
+    for file, size in zip(files, (20, 14), strict=True):
+        file.write_bytes(bytes(size))
+    assert read_plainly(files) == 34
+
+
+def test_figures_are_medians_and_their_ratio() -> None:
+    common: dict[str, Any] = {"model": "m", "model_type": "mixtral", "dtype": "bfloat16", "files": 2, "cold": True}
+    rates = LoadRates(
+        **common,
+        file_bytes=10**9,
+        weight_bytes=9 * 10**8,
+        open_seconds=0.5,
+        plain_seconds=(1.0, 4.0, 2.0),
+        load_seconds=(3.0, 2.0, 9.0),
+    )
+    assert (rates.plain_rate, rates.load_rate, rates.ratio) == (5e8, 3e8, 0.6)
+    text = str(rates)
+    assert "500 MB/s (median of 3; 250 to 1000)" in text and "300 MB/s (median of 3; 100 to 450)" in text
+    assert "ratio       0.60" in text and "cold" in text
+    assert rates.to_dict()["ratio"] == 0.6 and rates.to_dict()["plain_mb_per_second"] == 500
+
+
+def test_the_command_prints_a_table_or_json(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["load", str(model), "--rounds", "1"]) == 0
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == [
+        *["model", "files", "page cache", "plain read", "loader", "ratio", "opening"]
+    ]
+    assert bench.main(["load", str(model), "--rounds", "2", "--dtype", "float32", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["dtype"] == "float32" and len(figures["load_seconds"]) == 2
+    assert figures["ratio"] == pytest.approx(figures["load_mb_per_second"] / figures["plain_mb_per_second"])
+
+
+def test_mistakes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["load", str(tmp_path / "gone")]) == 2
+    assert "python -m novalm_jax.bench load: There is no folder" in capsys.readouterr().err
+    assert bench.main(["load", str(model), "--rounds", "0"]) == 2
+    for arguments in ([], ["lode"]):
+        assert bench.main(arguments) == 2
+        assert "usage: python -m novalm_jax.bench BENCHMARK" in capsys.readouterr().err
+    assert bench.main(["--help"]) == 0
+    assert "load     Measure how fast" in capsys.readouterr().out
+    with pytest.raises(OptionError, match="rounds"):
+        LoadBenchOptions(rounds=0)
+    with pytest.raises(OptionError, match="dtype"):
+        LoadBenchOptions(dtype="int8")  # type: ignore[arg-type]
