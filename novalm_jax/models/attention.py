@@ -118,7 +118,7 @@ class Attention(nnx.Module):
             x = rope.rotate(x, *angles, pairs=config.rope.pairs)
         if norm is not None and config.qk_norm == "head" and config.norm_after_rope:
             x = norm(x)
-        return unit_rms(x, self.norm_eps) if config.qk_norm == "unit" else x
+        return unit_rms(x, self.norm_eps, x.dtype) if config.qk_norm == "unit" else x
 
 
 def temperature(config: TemperatureConfig, positions: jax.Array) -> jax.Array:

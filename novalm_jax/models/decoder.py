@@ -2,6 +2,7 @@
 
 `Decoder` is the trainable module: plain attention, all experts at hand. A runtime takes layers apart instead:
 `attend` and `route` on one side of the router, experts wherever they live, `combine` on the other.
+Hidden states between layers are float32 in any dtype: rounded there, a bfloat16 model is further from its reference.
 Knows nothing of files, tiers or requests.
 """
 
@@ -25,7 +26,7 @@ from novalm_jax.models.router import Routing
 
 
 class Routed(NamedTuple):
-    """The hidden state at the router split: residual x `[b, t, d]`, normed h `[b * t, d]`, and the choice for h."""
+    """The hidden state at the router split: x float32 `[b, t, d]`, normed h `[b * t, d]`, and the choice for h."""
 
     x: jax.Array
     h: jax.Array
@@ -80,8 +81,8 @@ class DecoderLayer(nnx.Module):
             return self.add(routed.x, self.feed_forward.combine(routed.h, products, routed.routing.weights))
 
     def add(self, x: jax.Array, branch: jax.Array) -> jax.Array:
-        """x plus a branch of the layer, times the family's residual multiplier."""
-        branch = branch.reshape(x.shape)
+        """x float32 plus a branch of the layer, times the family's residual multiplier."""
+        branch = branch.reshape(x.shape).astype(jnp.float32)
         scale = self.config.residual_multiplier
         return x + branch if scale == 1.0 else x + branch * scale
 
@@ -102,8 +103,8 @@ class Embedding(nnx.Module):
         self.multiplier = config.embedding_multiplier
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """int32 `[...]` -> `[..., d]`."""
-        x: jax.Array = jnp.take(self.weight[...], tokens, axis=0, mode="clip")
+        """int32 `[...]` -> float32 `[..., d]`."""
+        x: jax.Array = jnp.take(self.weight[...], tokens, axis=0, mode="clip").astype(jnp.float32)
         return x if self.multiplier == 1.0 else x * self.multiplier
 
 
