@@ -160,7 +160,8 @@ class RouterConfig:
       scores: of each logit: `softmax`, `sigmoid`, or `sparsemixer` (arXiv:2409.12136), which takes the softmax of what
         is close to the maximum, twice, for two experts.
       choose_first: the k largest logits are chosen, and scores are taken of those alone.
-      renormalise: the weights of the chosen are divided by their sum.
+      renormalise: the weights of the chosen are divided by their sum, or by another norm of them, of `norm_order`.
+      norm_floor: the least that they are divided by. Sigmoids can all be zero, and then so are their shares.
       scale: then they are multiplied by this.
       bias: the logits have a bias.
       choice_bias: a learned bias that is added for the choice only, not to the weights (arXiv:2408.15664).
@@ -173,6 +174,8 @@ class RouterConfig:
     scores: Scores = "softmax"
     choose_first: bool = False
     renormalise: bool = False
+    norm_order: float = 1.0
+    norm_floor: float = 1e-20
     scale: float = 1.0
     bias: bool = False
     choice_bias: bool = False

@@ -43,8 +43,11 @@ def _scores(logits: jax.Array, config: RouterConfig) -> jax.Array:
 def _weigh(scores: jax.Array, config: RouterConfig) -> jax.Array:
     """The weights `[t, k]` of the chosen, from their scores."""
     if config.renormalise:
-        # Sigmoids can all be zero, and then so are their shares.
-        scores = scores / jnp.maximum(scores.sum(axis=-1, keepdims=True), 1e-20)
+        order = config.norm_order
+        total = (
+            (scores**order).sum(axis=-1, keepdims=True) ** (1 / order) if order != 1 else scores.sum(-1, keepdims=True)
+        )
+        scores = scores / jnp.maximum(total, config.norm_floor)
     return scores if config.scale == 1.0 else scores * config.scale
 
 

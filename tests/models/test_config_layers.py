@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from config_helpers import attention_of, message, read_config, stored
-from novalm_jax.config import LayerConfig, MLPConfig, ModelConfig, MoEConfig
+from novalm_jax.config import LayerConfig, ModelConfig, MoEConfig
 
 
 def windows(config: ModelConfig) -> list[int | None]:
@@ -45,6 +45,16 @@ def experts_in(layer: LayerConfig) -> MoEConfig:
         ("qwen3_moe", {"decoder_sparse_step": 0}, "sparse_step is 0"),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
         ("qwen3", {"layer_types": ["full_attention", "linear_attention", "odd"]}, "linear_attention, odd"),
+        *(
+            (
+                family,
+                {"layer_types": ["sliding_attention"] * 3, **off},
+                "names sliding_attention, but there is no window",
+            )
+            for family in ("qwen2", "qwen3")
+            for off in ({"sliding_window": None}, {"sliding_window": 0}, {"use_sliding_window": False})
+        ),
+        ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, "but there is no length of a chunk"),
     ],
 )
 def test_sizes_that_do_not_fit_together(family: str, changes: dict[str, Any], part: str) -> None:
@@ -120,16 +130,6 @@ def test_several_misfits_come_in_one_message() -> None:
 # --- families --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
-def test_both_names_of_the_number_of_experts(family: str) -> None:
-    own = "num_local_experts" if family == "mixtral" else "num_experts"
-    other = "num_experts" if family == "mixtral" else "num_local_experts"
-    plain = stored(family)
-    renamed = {(other if key == own else key): value for key, value in plain.items()}
-    assert read_config(renamed) == read_config(plain) == read_config({**plain, other: 4})
-    assert f"{own} is 4, but {other}" in message({**plain, other: 5})
-
-
 SLIDES: list[tuple[str, dict[str, Any], list[int | None]]] = [
     ("llama", {}, [None] * 4),
     ("mistral", {}, [4096] * 4),
@@ -140,7 +140,18 @@ SLIDES: list[tuple[str, dict[str, Any], list[int | None]]] = [
     ("qwen3", {"max_window_layers": 2}, [None, None, 7, 7]),
     ("qwen3", {"max_window_layers": 2, "use_sliding_window": False}, [None] * 4),
     ("qwen3", {"layer_types": ["sliding_attention", *["full_attention"] * 3]}, [7, None, None, None]),
-    ("qwen3", {"layer_types": ["sliding_attention"] * 4, "sliding_window": None}, [None] * 4),
+    ("qwen2", {"max_window_layers": 3}, [None, None, None, 7]),
+    ("qwen2", {"use_sliding_window": False}, [None] * 4),
+    (
+        "qwen2",
+        {"max_window_layers": 0, "layer_types": [*["full_attention"] * 3, "sliding_attention"]},
+        [*[None] * 3, 7],
+    ),
+    ("gpt_oss", {}, [7, None, 7, None]),
+    ("gpt_oss", {"sliding_window": None}, [None] * 4),
+    ("gpt_oss", {"layer_types": ["full_attention", *["sliding_attention"] * 3]}, [None, 7, 7, 7]),
+    ("phimoe", {"sliding_window": 7}, [7] * 4),
+    ("phimoe", {}, [None] * 4),
     ("qwen3_moe", {"max_window_layers": 2}, [7] * 4),
     ("qwen3_moe", {"use_sliding_window": False}, [None] * 4),
     ("qwen3_moe", {"sliding_window": None}, [None] * 4),
@@ -157,32 +168,25 @@ def test_which_layers_slide(family: str, changes: dict[str, Any], expected: list
     assert windows(read_config(stored(family, num_hidden_layers=4, **changes))) == expected
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
-def test_which_layers_have_experts(family: str) -> None:
-    def sparse(**changes: Any) -> list[bool]:
-        config = read_config(stored(family, num_hidden_layers=4, **changes))
-        return [isinstance(layer.feed_forward, MoEConfig) for layer in config.layers]
-
-    assert sparse(decoder_sparse_step=2, mlp_only_layers=[3]) == [False, True, False, False]
-    assert sparse(decoder_sparse_step=3, mlp_only_layers=[]) == [False, False, True, False]
-    assert sparse(mlp_only_layers=None) == [True] * 4
-    assert sparse(num_experts=0) == [False] * 4
-
-
-def test_dense_and_sparse_layers_have_widths_of_their_own() -> None:
-    config = read_config(stored("qwen2_moe"))
-    dense = config.layers[1].feed_forward
-    assert isinstance(dense, MLPConfig) and dense.width == 24
-    sparse = experts_in(config.layers[0])
-    assert (sparse.expert.width, sparse.shared_width, sparse.shared_gate) == (16, 20, True)
-
-
 @pytest.mark.parametrize(
     ("family", "choose_first", "renormalise"),
-    [("mixtral", False, True), ("granitemoe", True, False), ("olmoe", False, False)],
+    [
+        ("dbrx", False, True),
+        ("deepseek_v2", False, False),
+        ("deepseek_v3", False, True),
+        ("ernie4_5_moe", False, True),
+        ("glm4_moe", False, True),
+        ("gpt_oss", True, False),
+        ("granitemoe", True, False),
+        ("hunyuan_v1_moe", False, True),
+        ("llama4_text", True, False),
+        ("minimax_m2", False, True),
+        ("mixtral", False, True),
+        ("olmoe", False, False),
+    ],
 )
 def test_router_conventions(family: str, choose_first: bool, renormalise: bool) -> None:
-    router = experts_in(read_config(stored(family)).layers[0]).router
+    router = experts_in(read_config(stored(family)).layers[1]).router
     assert (router.choose_first, router.renormalise) == (choose_first, renormalise)
 
 
@@ -193,6 +197,13 @@ def test_router_conventions(family: str, choose_first: bool, renormalise: bool) 
         ("qwen2_moe", {}, True, False),
         ("qwen2_moe", {"qkv_bias": False}, False, False),
         ("mixtral", {}, False, False),
+        ("qwen2", {}, True, False),
+        ("glm4_moe", {"attention_bias": True}, True, False),
+        ("gpt_oss", {}, True, True),
+        ("phimoe", {"attention_bias": True}, True, True),
+        ("hunyuan_v1_moe", {"attention_bias": True}, True, True),
+        ("ernie4_5_moe", {"use_bias": True}, True, True),
+        ("minimax_m2", {}, False, False),
     ],
 )
 def test_biases(family: str, changes: dict[str, Any], qkv: bool, out: bool) -> None:
@@ -213,6 +224,11 @@ def test_head_dim_and_scale() -> None:
     assert attention_of(read_config(stored("llama", head_dim=16))).scale == 0.25
     assert attention_of(read_config(stored("granitemoe"))).scale == 1.0
     assert attention_of(read_config(stored("granitemoe", attention_multiplier=0.3))).scale == 0.3
+
+
+def test_only_hunyuan_normalises_after_the_rotation() -> None:
+    assert attention_of(read_config(stored("hunyuan_v1_moe"))).norm_after_rope
+    assert not attention_of(read_config(stored("qwen3"))).norm_after_rope
 
 
 def test_key_value_heads_default_to_the_familys_rule() -> None:

@@ -10,12 +10,17 @@ from novalm_jax.models.families.rope import ROPE_FIELDS
 
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16, "mscale": 2.0, "mscale_all_dim": 0.5}
+LONGROPE = {
+    **{"short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 4, 8.0, 16.0]},
+    **{"factor": 8.0, "original_max_position_embeddings": 32, "attention_factor": 1.25},
+}
 KINDS: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 4},
     "dynamic": {"factor": 4},
     "llama3": LLAMA3,
     "yarn": YARN,
+    "longrope": LONGROPE,
 }
 
 
@@ -41,6 +46,8 @@ def test_both_dialects_and_both_spellings_say_the_same(kind: str, spelling: str)
         *(("linear", "factor", 8), ("dynamic", "factor", 8)),
         *(("llama3", name, 2 * value) for name, value in LLAMA3.items()),
         *(("yarn", name, 2 * value) for name, value in YARN.items()),
+        *(("longrope", name, [1.0] * 4) for name in ("short_factor", "long_factor")),
+        *(("longrope", name, 64) for name in ("factor", "original_max_position_embeddings", "attention_factor")),
         *(("yarn", "beta_slow", 2), ("yarn", "attention_factor", 3.0), ("yarn", "truncate", False)),
     ],
 )
@@ -51,11 +58,14 @@ def test_every_rotary_setting_counts(kind: str, name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rotary_settings_of_another_kind_are_refused(kind: str) -> None:
-    entries = {"rope_type": kind, **KINDS[kind], "short_factor": [1.0]}
-    assert "short_factor = [1.0] has no meaning there" in message(stored("llama", rope_scaling=entries))
+    entries = {"rope_type": kind, **KINDS[kind], "alpha": 1.0}
+    assert "alpha = 1.0 has no meaning there" in message(stored("llama", rope_scaling=entries))
 
 
-@pytest.mark.parametrize("required", [("linear", "factor"), ("llama3", "low_freq_factor"), ("yarn", "factor")])
+@pytest.mark.parametrize(
+    "required",
+    [("linear", "factor"), ("llama3", "low_freq_factor"), ("yarn", "factor"), ("longrope", "long_factor")],
+)
 def test_missing_rotary_settings(required: tuple[str, str]) -> None:
     kind, name = required
     for value in ({}, {name: None}):
@@ -81,15 +91,22 @@ def test_unusable_rotary_numbers(value: Any) -> None:
     ("kind", "changes", "part"),
     [
         ("linear", {"factor": 2e6}, "factor = 2000000.0 is not usable (a number from 1e-06 to 1e+06 is)"),
-        ("llama3", {"low_freq_factor": 4.0}, "high_freq_factor = 4.0 must be more than low_freq_factor = 4.0"),
-        ("yarn", {"beta_slow": 16}, "beta_fast = 16 must be more than beta_slow = 16"),
-        ("yarn", {"beta_slow": 40, "beta_fast": None}, "beta_fast = 32.0 must be more than beta_slow = 40"),
+        ("llama3", {"low_freq_factor": 4.5}, "high_freq_factor = 4.0 must not be less than low_freq_factor = 4.5"),
+        ("yarn", {"beta_slow": 17}, "beta_fast = 16 must not be less than beta_slow = 17"),
+        ("yarn", {"beta_slow": 40, "beta_fast": None}, "beta_fast = 32.0 must not be less than beta_slow = 40"),
         ("yarn", {"beta_fast": 2e6}, "beta_fast = 2000000.0 is not usable"),
         ("yarn", {"rope_theta": 1}, "rope_theta = 1.0 must be more than 1"),
         ("yarn", {"attention_factor": 2000}, "attention_factor = 2000 is not usable"),
         ("yarn", {"mscale": 1001.0}, "mscale = 1001.0 is not usable"),
         ("yarn", {"original_max_position_embeddings": 0.5}, "embeddings = 0.5 is not usable (a whole number from 1"),
         ("yarn", {"truncate": 1}, "truncate = 1 is not usable (true or false is)"),
+        *(
+            ("longrope", {name: value}, f"{name} = {value!r} is not usable (a list of positive numbers is)")
+            for name in ("short_factor", "long_factor")
+            for value in ([], 2.0, [1.0, 0.0, 1.0, 1.0], [True] * 4, [None], ["1"], [float("inf")])
+        ),
+        ("longrope", {"short_factor": [1.0]}, "short_factor has 1 entries, and 4 pairs of dimensions are rotated"),
+        ("longrope", {"long_factor": [1.0] * 8}, "long_factor has 8 entries, and 4 pairs of dimensions are rotated"),
     ],
 )
 def test_rotary_settings_from_which_no_frequencies_follow(kind: str, changes: dict[str, Any], part: str) -> None:
@@ -103,7 +120,7 @@ def test_two_dimensions_cannot_be_stretched_by_the_length() -> None:
     assert attention_of(read_config(stored("llama", head_dim=2))).head_dim == 2
 
 
-@pytest.mark.parametrize("kind", ["longrope", "su", "mrope", 3, ["yarn"]])
+@pytest.mark.parametrize("kind", ["su", "mrope", 3, ["yarn"]])
 def test_unknown_kinds_of_rotary_embedding(kind: Any) -> None:
     assert f"{kind!r} is not supported (default, linear" in message(stored("llama", rope_scaling={"type": kind}))
 
@@ -121,11 +138,6 @@ def test_empty_and_null_rotary_settings_mean_the_default() -> None:
     nothing = dict.fromkeys(ROPE_FIELDS)
     assert rope_of(**nothing) == rope_of(rope_scaling={}) == rope_of(rope_parameters={"rope_type": None}) == plain
     assert attention_of(read_config(stored("mixtral"))).rope.theta == 1e6
-
-
-def test_partial_rotation_is_refused() -> None:
-    assert "partial_rotary_factor = 0.5" in message(stored("llama", rope_parameters={"partial_rotary_factor": 0.5}))
-    assert rope_of(rope_parameters={"partial_rotary_factor": 1.0}) == rope_of()
 
 
 def test_rotary_settings_that_are_no_object() -> None:

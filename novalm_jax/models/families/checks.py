@@ -28,11 +28,21 @@ _RANGES: Final[dict[str, tuple[int, int]]] = {
     "num_layers": (1, 10_000),
     "num_experts": (0, 100_000),
 }
-_POSITIVE: Final = ("norm_eps", "latent_norm_eps", "clip_qkv", "clamp_limit", "rotary_fraction", "temperature_floor")
+_POSITIVE: Final = (
+    "weight_norm",
+    "norm_floor",
+    "norm_eps",
+    "latent_norm_eps",
+    "clip_qkv",
+    "clamp_limit",
+    "rotary_fraction",
+    "temperature_floor",
+)
 _FINITE: Final = (
     *("attention_scale", "embedding_multiplier", "residual_multiplier", "logits_divisor", "router_scale", "jitter"),
     *("temperature_scale", "clamp_alpha"),
 )
+_NOT_NEGATIVE: Final = ("jitter",)
 # Normal numbers of float32, in which models compute.
 _LARGEST: Final = (2 - 2**-23) * 2.0**127
 _SMALLEST: Final = 2.0**-126
@@ -66,6 +76,8 @@ def _out_of_range(traits: Traits) -> list[str]:
             problems.append(f"{name} is {value}, not a finite number of float32")
         elif name in _POSITIVE and not value > 0:
             problems.append(f"{name} is {value}, not positive")
+        elif name in _NOT_NEGATIVE and value < 0:
+            problems.append(f"{name} is {value}, which is negative")
     if abs(traits.logits_divisor) < _SMALLEST:
         problems.append(f"logits_divisor is {traits.logits_divisor}, and logits are divided by it in float32")
     return problems
@@ -73,7 +85,7 @@ def _out_of_range(traits: Traits) -> list[str]:
 
 def _misfits(traits: Traits) -> list[str]:
     """Numbers that do not fit together."""
-    problems = _latent_problems(traits) if traits.kv_rank else _attention_problems(traits)
+    problems = _latent_problems(traits) if traits.kv_rank or traits.nope_dim else _attention_problems(traits)
     if traits.activation not in ACTIVATIONS:
         problems.append(f"activation {traits.activation!r} is not one of {', '.join(ACTIVATIONS)}")
     if traits.layer_types is not None:
@@ -107,6 +119,9 @@ def _attention_problems(traits: Traits) -> list[str]:
         problems.append(f"{what}, but rotary embedding needs a positive even number")
     else:
         problems += _rope_problems(traits, rotated)
+    share = traits.rotary_fraction
+    if share is not None and size and rotated / size != share and rotated != int(size * share):
+        problems.append(f"rotary_dim is {rotated}, but a share of {share} of head_dim = {size} is {int(size * share)}")
     if heads * size > MOST:
         problems.append(f"{heads} heads of {size} are {heads * size} wide, more than {MOST}")
     return problems
@@ -120,7 +135,7 @@ def _latent_problems(traits: Traits) -> list[str]:
         problems.append(f"{traits.rope_dim} dimensions are rotated, but rotary embedding needs a positive even number")
     else:
         problems += _rope_problems(traits, traits.rope_dim)
-    problems += [f"{name} is 0" for name in ("nope_dim", "value_dim") if getattr(traits, name) == 0]
+    problems += [f"{name} is 0" for name in ("kv_rank", "nope_dim", "value_dim") if getattr(traits, name) == 0]
     widest = traits.num_heads * max(traits.nope_dim + traits.rope_dim, traits.nope_dim + traits.value_dim)
     if widest > MOST:
         problems.append(f"{traits.num_heads} heads are {widest} wide together, more than {MOST}")
@@ -147,6 +162,8 @@ def _feed_forward_problems(traits: Traits) -> list[str]:
                 problems.append(f"{k} of {traits.num_experts} experts per token")
         if traits.expert_width == 0:
             problems.append("expert width is 0")
+        if (shared := (traits.num_shared or 0) * traits.expert_width) > MOST:
+            problems.append(f"shared experts are {shared} wide together, more than {MOST}")
         if traits.group_rule is not None:
             problems += _group_problems(traits)
     if traits.num_experts == 0 and traits.expert_width and traits.mlp_width is None:
@@ -175,10 +192,11 @@ def _layer_type_problems(traits: Traits) -> list[str]:
     layer_types, num_layers = traits.layer_types or (), traits.num_layers
     if len(layer_types) != num_layers:
         problems.append(f"layer_types has {len(layer_types)} entries for {num_layers} layers")
-    known = {"full_attention"}
-    known |= {"sliding_attention"} if traits.window is not None else set()
-    known |= {"chunked_attention"} if traits.chunk is not None else set()
-    unknown = sorted(set(layer_types) - known)
+    if "sliding_attention" in layer_types and not (traits.window and traits.window_enabled):
+        problems.append("layer_types names sliding_attention, but there is no window")
+    if "chunked_attention" in layer_types and not traits.chunk:
+        problems.append("layer_types names chunked_attention, but there is no length of a chunk")
+    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"})
     if unknown:
         problems.append(f"layer_types names {', '.join(unknown)}, of which nothing is known here")
     return problems

@@ -31,11 +31,13 @@ FAMILY = Family(
         "moe_layer_start_index": Use("first_sparse", default=1),
         "moe_layer_end_index": Use("last_sparse", default=-1),
         "moe_layer_interval": Use("sparse_step", default=1),
-        # A floor under a sum of probabilities that is never that small.
-        "moe_norm_min": Ignore(),
+        "moe_norm_min": Use("norm_floor", default=1e-12),
         "moe_capacity": Ignore(),
+        "num_nextn_predict_layers": Ignore(),
+        # What the published files also say of the network, which is always so.
         "moe_gate": Only(("topk",)),
         "moe_use_aux_free": Only((True,)),
+        "use_rmsnorm": Only((True,)),
     },
     renamed={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
     rope=RopeDialect(theta=500_000.0),

@@ -144,15 +144,16 @@ class Family:
         values["rope"] = read_rope(stored, self.rope, context_length=values["context_length"])
         values["context_length"] = stretched_context(values["rope"], values["context_length"])
         fraction = read_fraction(stored, self.rope)
-        if fraction is not None:
-            values["rotary_fraction"] = fraction
+        if fraction is None and values.get("rotary_dim") is None:
+            fraction = self.rope.fraction
+        values["rotary_fraction"] = fraction
         traits = Traits(**values)
         check_traits(self.model_type, traits)
         return build_config(self.model_type, traits)
 
     def count_extra_layers(self, stored: Mapping[str, Any]) -> int:
         """Layers for multi-token prediction that a `config.json` announces; the network does not need them."""
-        value = stored.get(self.extra_layers) if self.extra_layers else None
+        value = self._with_own_names(stored).get(self.extra_layers) if self.extra_layers else None
         return value if type(value) is int and value > 0 else 0
 
     def _text_section(self, stored: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -166,7 +167,7 @@ class Family:
         strange = [f"{name} = {_short(stored[name])} is not known here" for name in stored if name not in known]
         if strange:
             raise ConfigError(f"config.json ({self.model_type}): {'; '.join(strange)}.")
-        return {**{name: stored[name] for name in NOT_SUPPORTED if name in stored}, **inner}
+        return {**inner, **{name: stored[name] for name in NOT_SUPPORTED if stored.get(name) not in (None, False)}}
 
     def _flat(self, stored: Mapping[str, Any]) -> dict[str, Any]:
         """`stored` with the fields of its objects that this family reads one by one as `object.field`."""
@@ -275,13 +276,16 @@ def _read_field(name: str, use: Use, stored: Mapping[str, Any]) -> tuple[str | N
     return _mistyped(name, value, use.trait), tuple(value) if isinstance(value, list) else value
 
 
+_TYPES: Final = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(Traits).items()}
+"""What each trait may be."""
+
+
 def _mistyped(name: str, value: Any, trait: str) -> str | None:
     """Why `value` cannot be the trait, or None. An integer will do where a fraction is expected; a bool is neither."""
     # Beyond 64 bits there is no size, and soon no float that could hold it.
     if type(value) is int and abs(value) >= 2**63:
         return f"{name} = {_short(value)} is not usable: no number of a model is that large"
-    hint = get_type_hints(Traits)[trait]
-    for kind in get_args(hint) or (hint,):
+    for kind in _TYPES[trait]:
         if kind is type(None) and value is None:
             return None
         if kind is float and type(value) in (int, float):

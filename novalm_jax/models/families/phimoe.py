@@ -19,10 +19,12 @@ FAMILY = Family(
     model_type="phimoe",
     fields=DECODER_FIELDS
     | {
+        "num_key_value_heads": Use("num_kv_heads", default=8),
         "rms_norm_eps": Use("norm_eps", default=1e-5),
         "intermediate_size": Use("expert_width"),
         "num_local_experts": Use("num_experts", default=16),
-        "num_experts_per_tok": Use("experts_per_token", default=2, meanings={2: 2}),
+        # Sparsemixer chooses two, whatever is written.
+        "num_experts_per_tok": Only((2,)),
         "attention_bias": Use("attention_bias", default=False),
         "lm_head_bias": Use("head_bias", default=False),
         "sliding_window": Use("window", default=None),
@@ -32,7 +34,7 @@ FAMILY = Family(
     },
     renamed={"num_local_experts": "num_experts"},
     rope=RopeDialect(theta=1e6, two_mscales=True),
-    traits={"norm_kind": "layer", "norm_bias": True, "scores": "sparsemixer"},
+    traits={"norm_kind": "layer", "norm_bias": True, "scores": "sparsemixer", "experts_per_token": 2},
     tensors=DECODER_TENSORS
     | NORM_BIAS_TENSORS
     | HEAD_BIAS_TENSORS

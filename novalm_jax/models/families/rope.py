@@ -39,13 +39,7 @@ _KINDS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 # Of the families with two attention factors of their own, and of those with a fixed stretch of the base. The rest of
 # what the latter write has no effect.
-_TWO_MSCALES: Final = (
-    "short_factor",
-    "long_factor",
-    "short_mscale",
-    "long_mscale",
-    "original_max_position_embeddings?",
-)
+_TWO_MSCALES: Final = ("short_factor", "long_factor", "short_mscale", "long_mscale", _ORIGINAL)
 _ALPHA: Final = ("alpha", "factor?", "beta_fast?", "beta_slow?", "mscale?", "mscale_all_dim?")
 
 
@@ -57,7 +51,7 @@ class RopeDialect:
       theta: the base frequency where the configuration names none.
       fraction: the share of a head's dimensions that is rotated where the configuration gives none; None: the family
         knows no such setting, and rotates all.
-      settings: what stands for the settings where there are none.
+      settings: what stands for the settings where none are given, not even empty ones.
       two_mscales: kind `longrope` scales cos and sin by `short_mscale` or `long_mscale` and keeps the frequencies of
         `short_factor` at any length, as the reference implementation does (transformers' phimoe).
       alpha: kind `dynamic` with an `alpha` stretches the base once and for all (Hunyuan).
@@ -80,12 +74,14 @@ def read_rope(stored: Mapping[str, Any], dialect: RopeDialect, *, context_length
     settings = _merged(stored)
     settings.pop(FRACTION, None)
     theta = settings.pop("rope_theta", None)
-    settings = settings or dict(dialect.settings)
+    if not settings and stored.get("rope_parameters") is None and not stored.get("rope_scaling"):
+        settings = dict(dialect.settings)
     kind: Any = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
     settings.pop("type", None)
-    if kind not in tuple(_KINDS):
+    known = ("default", "longrope") if dialect.two_mscales else tuple(_KINDS)
+    if kind not in known:
         raise ConfigError(
-            f"config.json: rotary embedding of kind {kind!r:.60} is not supported ({', '.join(_KINDS)} are)."
+            f"config.json: rotary embedding of kind {kind!r:.60} is not supported ({', '.join(known)} are)."
         )
     outside = {"rope_theta": theta, _ORIGINAL: stored.get(_ORIGINAL)}
     if faults := [fault for name, value in outside.items() if value is not None and (fault := _fault(name, value))]:
@@ -100,6 +96,8 @@ def read_rope(stored: Mapping[str, Any], dialect: RopeDialect, *, context_length
     if kind in ("dynamic", "llama3", "yarn", "longrope"):
         # Dynamic scaling starts where the model's own context ends, whatever else is written.
         inner = None if kind == "dynamic" else outside[_ORIGINAL] or values.get(_ORIGINAL)
+        if dialect.two_mscales and inner != values[_ORIGINAL]:
+            raise ConfigError(f"config.json gives {_ORIGINAL} twice, as {inner} and as {values[_ORIGINAL]}.")
         original = int(inner or context_length)
     rope: dict[str, Any] = {
         name: values[name] for name in ("factor", "low_freq_factor", "high_freq_factor") if name in values
@@ -117,7 +115,7 @@ def read_rope(stored: Mapping[str, Any], dialect: RopeDialect, *, context_length
 
 
 def read_fraction(stored: Mapping[str, Any], dialect: RopeDialect) -> float | None:
-    """The share of a head's dimensions that is rotated, as `config.json` gives it, else as the family has it.
+    """The share of a head's dimensions that is rotated, as `config.json` gives it, or None.
 
     Raises:
       ConfigError: it is not a share, or the family knows none.
@@ -125,7 +123,7 @@ def read_fraction(stored: Mapping[str, Any], dialect: RopeDialect) -> float | No
     inner = _merged(stored).get(FRACTION)
     value = stored.get(FRACTION) if inner is None else inner
     if value is None:
-        return dialect.fraction
+        return None
     if fault := _fault(FRACTION, value):
         raise ConfigError(f"config.json: {fault}.")
     if dialect.fraction is None and value != 1:
@@ -148,14 +146,15 @@ def stretched_context(rope: RopeConfig, context_length: int) -> int:
 
 def _merged(stored: Mapping[str, Any]) -> dict[str, Any]:
     """One dictionary from both dialects; where both speak they must agree."""
-    nested = stored.get("rope_parameters") or {}
-    scaling = stored.get("rope_scaling") or {}
-    for name, value in (("rope_parameters", nested), ("rope_scaling", scaling)):
-        if not isinstance(value, Mapping):
+    parts = []
+    for name in ("rope_parameters", "rope_scaling"):
+        value = stored.get(name)
+        if value is not None and not isinstance(value, Mapping):
             raise ConfigError(f"config.json: {name} should be an object, and is {value!r:.60}.")
+        parts.append(value or {})
     top = {"rope_theta": stored["rope_theta"]} if stored.get("rope_theta") is not None else {}
     merged: dict[str, Any] = {}
-    for part in (nested, scaling, top):
+    for part in (*parts, top):
         for name, value in part.items():
             if name in merged and merged[name] != value:
                 raise ConfigError(

@@ -40,6 +40,7 @@ class Traits:
       window_rule, window_boundary: see `layer_windows`.
       temperature_floor, temperature_scale: of the layers without rotary embedding, where `temperature` is set.
       query_rank, kv_rank, nope_dim, rope_dim, value_dim: latent attention, where kv_rank is not 0.
+      weight_norm: order of the norm that the weights of the chosen are divided by; 1 is their sum, `renormalise`.
       num_shared: shared experts, each as wide as a routed one; or `shared_width` says how wide they are together.
       sparse_layers, sparse_step, first_sparse, last_sparse, dense_layers: see `sparse_layers`.
     """
@@ -60,7 +61,7 @@ class Traits:
 
     rope: RopeConfig = field(default_factory=lambda: RopeConfig(theta=10000.0))
     rotary_dim: int | None = None
-    rotary_fraction: float = 1.0
+    rotary_fraction: float | None = None
     rotates: tuple[int, ...] | None = None
     rotates_not: int | None = None
     rope_pairs: bool = False
@@ -105,6 +106,8 @@ class Traits:
     scores: str = "softmax"
     choose_first: bool = False
     renormalise: bool = False
+    weight_norm: float | None = None
+    norm_floor: float = 1e-20
     router_scale: float = 1.0
     router_bias: bool = False
     choice_bias: bool = False
@@ -256,7 +259,7 @@ def rotary_dim(traits: Traits) -> int:
     """Dimensions of one head that are rotated."""
     if traits.rotary_dim is not None:
         return traits.rotary_dim
-    return int(head_dim(traits) * traits.rotary_fraction)
+    return head_dim(traits) if traits.rotary_fraction is None else int(head_dim(traits) * traits.rotary_fraction)
 
 
 def _attention(traits: Traits, window: int | None, chunk: int | None, rotates: bool) -> AttentionConfig:
@@ -330,7 +333,9 @@ def _router(traits: Traits) -> RouterConfig:
     return RouterConfig(
         scores=_literal(traits.scores),
         choose_first=traits.choose_first,
-        renormalise=traits.renormalise,
+        renormalise=traits.renormalise or traits.weight_norm is not None,
+        norm_order=traits.weight_norm or 1.0,
+        norm_floor=traits.norm_floor,
         scale=traits.router_scale,
         bias=traits.router_bias,
         choice_bias=traits.choice_bias,
