@@ -290,9 +290,9 @@ def check_renamed_expert(folder: Path) -> None:
 def packed_parts_swapped(patch: Patch) -> None:
     right = mapping._wanted
 
-    def wanted(source: Any, shape: Any) -> Any:
+    def wanted(source: Any, shape: Any, shapes: Any) -> Any:
         swapped = isinstance(source, Packed) and source.parts == 2
-        return right(replace(source, part=1 - source.part) if swapped else source, shape)
+        return right(replace(source, part=1 - source.part) if swapped else source, shape, shapes)
 
     patch.setattr(mapping, "_wanted", wanted)
 

@@ -5,7 +5,9 @@ Knows the golden folders (tests/golden/README.md says what is in them and how ex
 
 import dataclasses
 import functools
+import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,8 @@ CASES = sorted(folder.parent.name for folder in GOLDEN.glob("*/golden.npz"))
 SAME_WEIGHTS = {"mixtral-packed": "mixtral", "qwen3_moe-packed": "qwen3_moe", "qwen3_moe-w123": "qwen3_moe"}
 DISTINCT = [case for case in CASES if case not in SAME_WEIGHTS]
 TOLERANCE = 1e-4
+# Frequencies that change with the length: steps of the cached model and repeated whole passes differ there.
+LENGTH_DEPENDENT = ["hunyuan_v1_moe-dynamic", "llama-dynamic", "phimoe-longrope"]
 CAPACITY, SPLIT = 128, 11
 
 
@@ -85,7 +89,8 @@ def executor_of(case: str, dtype: str = "float32", rows: int = 2) -> Executor:
 
 def test_all_cases_are_there() -> None:
     assert CASES == sorted(config.parent.name for config in GOLDEN.glob("*/config.json"))
-    assert {case.split("-")[0] for case in CASES} == set(FAMILIES)
+    # Kimi K2 has no reference of its own: it is DeepSeek-V3 under another name.
+    assert {case.split("-")[0] for case in CASES} == set(FAMILIES) - {"kimi_k2"}
 
 
 # --- the trainable module --------------------------------------------------------------------------------------------
@@ -101,15 +106,33 @@ def test_logits_in_float32(case: str) -> None:
 @pytest.mark.parametrize("case", DISTINCT)
 def test_logits_in_bfloat16(case: str) -> None:
     model = load_model(GOLDEN / case, "bfloat16")
-    assert {param.dtype for param in parameters_of(model).values()} == {jnp.dtype(jnp.bfloat16)}
+    wide = {path for path, param in parameters_of(model).items() if param.dtype != jnp.bfloat16}
+    assert all(path.endswith("choice_bias") for path in wide)
     logits = whole(model, golden(case).ids)
     assert logits.dtype == np.float32
-    assert correlation(logits, golden(case).logits) > 0.995
+    assert correlation(logits, golden(case).logits) > least_correlation(case)
+
+
+def least_correlation(case: str) -> float:
+    """Sparsemixer's thresholds are cliffs: a rounded logit takes other weights, in the reference too."""
+    return 0.985 if case.startswith("phimoe") else 0.995
 
 
 @pytest.mark.parametrize("case", SAME_WEIGHTS)
 def test_every_layout_of_the_same_weights_gives_the_same_bits(case: str) -> None:
     assert np.array_equal(logits_of(case), logits_of(SAME_WEIGHTS[case]))
+
+
+def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "deepseek_v3", tmp_path, dirs_exist_ok=True)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "model_type": "kimi_k2"}))
+    assert np.array_equal(whole(load_model(tmp_path), golden("deepseek_v3").ids), logits_of("deepseek_v3"))
+
+
+def without_gradient(case: str, path: str) -> bool:
+    """A bias that takes part in the choice alone; a router whose weights are shares of what is close to the best."""
+    return path.endswith("choice_bias") or (case.startswith("phimoe") and path.endswith("router.weight"))
 
 
 @pytest.mark.parametrize("case", DISTINCT)
@@ -120,10 +143,13 @@ def test_gradients_reach_every_parameter(case: str) -> None:
     def loss(state: Any) -> jax.Array:
         return jnp.mean(jnp.square(nnx.merge(graph, state)(jnp.asarray(golden(case).ids))))
 
-    gradients = {path: np.asarray(g.get_value()) for path, g in nnx.to_flat_state(jax.jit(jax.grad(loss))(state))}
+    gradients = {
+        ".".join(map(str, path)): np.asarray(g.get_value())
+        for path, g in nnx.to_flat_state(jax.jit(jax.grad(loss))(state))
+    }
     assert len(gradients) == len(jax.tree.leaves(state))
     assert not [path for path, gradient in gradients.items() if not np.isfinite(gradient).all()]
-    assert not [path for path, gradient in gradients.items() if not gradient.any()]
+    assert not [path for path, g in gradients.items() if not g.any() and not without_gradient(case, path)]
 
 
 @pytest.mark.parametrize("case", DISTINCT)
@@ -163,10 +189,13 @@ def test_prefill_and_decode_give_the_golden_logits_and_ids(case: str) -> None:
     if count := expected.greedy.shape[1]:
         assert continuation(executor, expected.ids[0].tolist(), count) == expected.greedy[0].tolist()
     else:
-        assert case == "llama-dynamic"
+        assert case in LENGTH_DEPENDENT
 
 
-@pytest.mark.parametrize("case", ["mixtral-bf16", "qwen2_moe", "olmoe-clip", "granitemoe"])
+@pytest.mark.parametrize(
+    "case",
+    ["mixtral-bf16", "qwen2_moe", "olmoe-clip", "granitemoe", "deepseek_v3-bf16", "gpt_oss", "llama4_text-chunk"],
+)
 def test_prefill_and_decode_in_bfloat16(case: str) -> None:
     logits = stepwise(executor_of(case, "bfloat16"), golden(case).ids)
     assert correlation(logits, golden(case).logits) > 0.995
@@ -174,9 +203,10 @@ def test_prefill_and_decode_in_bfloat16(case: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_does_not_depend_on_its_neighbours(dtype: str) -> None:
+@pytest.mark.parametrize("case", ["qwen2_moe", "deepseek_v3", "gpt_oss", "llama4_text-chunk"])
+def test_a_row_does_not_depend_on_its_neighbours(case: str, dtype: str) -> None:
     """Alone in the smallest bucket and among others of other lengths, a sequence has the same logits, bit for bit."""
-    case, count, length = "qwen2_moe", 8, 24
+    count, length = 8, 24
     ids = np.random.default_rng(5).integers(3, 96, (count, length + 8)).astype(np.int32)
     starts = [length - 2 * i for i in range(count)]
     crowd, single = executor_of(case, dtype, rows=8), executor_of(case, dtype, rows=8)
@@ -224,12 +254,13 @@ class Apart:
         assert isinstance(config.feed_forward, MoEConfig)
         moe_config, ids = config.feed_forward, np.asarray(routed.routing.ids)
         products: Any = None
+        scales = moe.input_scales(moe_config, routed.routing)
         for subset in (ids % 2 == 0, ids % 2 == 1):
             mine = np.where(subset, ids, moe_config.num_experts)
             part = self._call(
                 ("experts", config),
-                lambda h, ids, weights: expert_kernel.by_expert(h, ids, weights, moe_config.expert),
-                *(routed.h, mine, layer.experts),
+                lambda h, ids, weights, scales: expert_kernel.by_expert(h, ids, weights, moe_config.expert, scales),
+                *(routed.h, mine, layer.experts, scales),
             )
             products = part if products is None else np.where(subset[..., None], part, products)
         return self._call(
@@ -246,7 +277,7 @@ class Apart:
 
 @pytest.mark.parametrize("rows", DECODE_ROWS[:2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", ["qwen2_moe", "granitemoe"])
+@pytest.mark.parametrize("case", ["qwen2_moe", "granitemoe", "deepseek_v3", "gpt_oss", "llama4_text"])
 def test_a_step_cut_at_the_router_gives_the_bits_of_the_whole_step(case: str, dtype: str, rows: int) -> None:
     checkpoint = Checkpoint.open(GOLDEN / case)
     model = checkpoint.load(dtype, put_stored)
@@ -342,6 +373,14 @@ def changed(part: Any, changes: dict[str, Any], found: set[str], prefix: str = "
     return dataclasses.replace(part, **values)
 
 
+def without_sinks() -> float:
+    """As `change`, for a model whose sinks take nothing away."""
+    model = load_model(GOLDEN / "gpt_oss")
+    for layer in model.layers:
+        layer.attention.sinks.set_value(jnp.full_like(layer.attention.sinks.get_value(), -1e30))
+    return float(np.abs(whole(model, golden("gpt_oss").ids) - golden("gpt_oss").logits).max())
+
+
 FAULTS: dict[str, Callable[[], float]] = {
     "router weights not renormalised": lambda: change("qwen3_moe", router_renormalise=False),
     "router weights renormalised": lambda: change("olmoe", router_renormalise=True),
@@ -359,6 +398,32 @@ FAULTS: dict[str, Callable[[], float]] = {
     "embedding multiplier dropped": lambda: change("granitemoe", embedding_multiplier=1.0),
     "logits divisor dropped": lambda: change("granitemoe", logits_divisor=1.0),
     "another norm epsilon": lambda: change("llama-hub", norm_eps=1e-6),
+    "the norms of latents with the epsilon of the others": lambda: change("deepseek_v2-hub", norm_eps=0.05),
+    "second correction of YaRN dropped": lambda: change("deepseek_v2-full", scale=24**-0.5),
+    "halves in place of pairs": lambda: change("deepseek_v3", rope_pairs=False),
+    "pairs in place of halves": lambda: change("deepseek_v3-plain", rope_pairs=True),
+    "groups not looked at": lambda: change("deepseek_v3", router_groups=1),
+    "one group too many": lambda: change("deepseek_v2-full", router_kept_groups=3),
+    "groups judged by their best alone": lambda: change("deepseek_v3", router_group_rule="max"),
+    "groups judged by their two best": lambda: change("deepseek_v2-full", router_group_rule="sum_of_two"),
+    "scaling of routed experts dropped": lambda: change("deepseek_v3", router_scale=1.0),
+    "softmax for sigmoid": lambda: change("minimax_m2", router_scores="softmax"),
+    "sinks not looked at": without_sinks,
+    "another limit": lambda: change("gpt_oss-clamp", limit=7.0),
+    "another slope of the gate": lambda: change("gpt_oss", alpha=1.0),
+    "gate and up as halves": lambda: change("gpt_oss", joint="halves"),
+    "gate and up in turn": lambda: change("llama4_text", joint="alternate"),
+    "chunks not looked at": lambda: change("llama4_text-chunk", chunk=None),
+    "chunk one too long": lambda: change("llama4_text-chunk", chunk=9),
+    "temperature off": lambda: change("llama4_text-chunk", temperature=None),
+    "outputs scaled in place of inputs": lambda: change("llama4_text", router_scale_inputs=False),
+    "no norm of q and k": lambda: change("llama4_text", qk_norm="none"),
+    "norm before the rotation": lambda: change("hunyuan_v1_moe", norm_after_rope=False),
+    "another stretch of the base": lambda: change("hunyuan_v1_moe-hub", rope_factor=1.0),
+    "all of a head rotated": lambda: change("minimax_m2-rotary", rotary_dim=8),
+    "another jitter": lambda: change("phimoe-jitter", router_jitter=0.0),
+    "the long factor of cos and sin": lambda: change("phimoe-longrope", rope_long_attention_factor=1.0),
+    "layer norm without its mean": lambda: change("dbrx", norm_kind="rms"),
 }
 
 
