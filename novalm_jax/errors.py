@@ -5,7 +5,7 @@ Commands turn a `UserError` into one paragraph and exit code 2, any other `NovaE
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 class NovaError(Exception):
@@ -52,3 +52,11 @@ class EngineError(NovaError):
 
 class WriteError(NovaError):
     """Files could not be written: the disk is full, was taken away, or failed."""
+
+
+def some(names: Iterable[str], most: int = 8) -> str:
+    """Names for a message, safe to print: long lists and long or unprintable names are cut or escaped."""
+    texts = [name if name.isprintable() else ascii(name) for name in names]
+    texts = [text if len(text) <= 200 else f"{text[:200]}..." for text in texts]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more

@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from novalm_jax.checkpoint.header import reason_of, some
-from novalm_jax.errors import OptionError, WriteError
+from novalm_jax.checkpoint.header import reason_of
+from novalm_jax.errors import OptionError, WriteError, some
 from novalm_jax.units import format_size
 
 MANIFEST = ".novalm-work.json"
@@ -39,31 +39,29 @@ def check_destination(destination: str | Path, source: Path | None = None) -> Pa
       OptionError: the folder cannot be made there; the message says why and what to do.
     """
     if not str(destination) or "\0" in str(destination):
-        raise OptionError(f"destination: {str(destination)!r} is no path. Give the path of a folder to be made.")
+        raise OptionError(f"{str(destination)!r} is no path. Give the path of a folder to be made.")
     try:
         path = Path(destination).expanduser().resolve()
         if source is not None and path.is_relative_to(source.resolve()):
-            raise OptionError(f"destination: {path} is the source itself or inside it. Give a folder elsewhere.")
+            raise OptionError(f"{path} is the source itself or inside it. Give a folder elsewhere.")
         if not path.parent.is_dir():
-            raise OptionError(f"destination: there is no folder {path.parent} to make it in. Make that folder first.")
+            raise OptionError(f"there is no folder {path.parent} to make it in. Make that folder first.")
         if os.path.ismount(path):
             raise OptionError(
-                f"destination: {path} is where a file system is mounted, and cannot be put in place by renaming. Give "
+                f"{path} is where a file system is mounted, and cannot be put in place by renaming. Give "
                 f"a folder inside it, such as {path / 'model'}."
             )
         if path.exists() and not path.is_dir():
-            raise OptionError(f"destination: {path} is a file. Give the path of a folder to be made.")
+            raise OptionError(f"{path} is a file. Give the path of a folder to be made.")
         if path.exists() and (names := sorted(os.listdir(path))) and MANIFEST not in names:
             raise OptionError(
-                f"destination: {path} exists and holds {some(names, 3)}. Give another folder, or delete this one; "
+                f"{path} exists and holds {some(names, 3)}. Give another folder, or delete this one; "
                 "nothing is overwritten."
             )
         if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise OptionError(
-                f"destination: this user may not write into {path.parent}. Change its mode, or go elsewhere."
-            )
+            raise OptionError(f"This user may not write into {path.parent}. Change its mode, or go elsewhere.")
     except (OSError, RuntimeError) as error:
-        raise OptionError(f"destination: {destination} cannot be looked at: {reason_of(error)}.") from None
+        raise OptionError(f"{destination} cannot be looked at: {reason_of(error)}.") from None
     return path
 
 
@@ -96,9 +94,9 @@ class Work:
           WriteError: it cannot be made.
         """
         if (self.destination / MANIFEST).exists():
-            if not self.in_place:
+            if not (self._resumable and self.in_place):
                 raise OptionError(
-                    f"destination: {self.destination} is complete, from another source or with other options. Give "
+                    f"{self.destination} is complete already, or from another source. Give "
                     "another folder, or delete this one; nothing is overwritten."
                 )
             return self
@@ -200,7 +198,7 @@ class Work:
             free = shutil.disk_usage(self.folder).free
         if free < nbytes:
             raise OptionError(
-                f"destination: {self.destination} needs {format_size(nbytes)} more, and its disk has "
+                f"{self.destination} needs {format_size(nbytes)} more, and its disk has "
                 f"{format_size(free)} free. Make room, or give a folder on another disk."
             )
 
@@ -226,10 +224,14 @@ class Work:
             mine = os.path.samestat(os.fstat(self._lock), os.stat(self.folder))
         except (BlockingIOError, FileNotFoundError):
             mine = False
+        except BaseException:
+            os.close(self._lock)
+            self._lock = -1
+            raise
         if not mine:
             os.close(self._lock)
             self._lock = -1
-            raise OptionError(f"destination: another process is at work in {self.folder}. Let it end first.")
+            raise OptionError(f"another process is at work in {self.folder}. Let it end first.")
 
     def _take_over(self) -> None:
         """Keeps what the same work has completed, and nothing else."""
@@ -237,13 +239,13 @@ class Work:
         found = _manifest(self.folder)
         if found is None and names - {MANIFEST + _UNFINISHED}:
             raise OptionError(
-                f"destination: {self.folder} is in the way, and is no unfinished work: it holds "
+                f"{self.folder} is in the way, and is no unfinished work: it holds "
                 f"{some(sorted(names), 3)}. Move or delete it, or give another destination."
             )
         if found is not None and found != self._identity:
             differing = [key for key in {**found, **self._identity} if found.get(key) != self._identity.get(key)]
             raise OptionError(
-                f"destination: {self.folder} holds unfinished work of another kind: its {' and '.join(differing)} "
+                f"{self.folder} holds unfinished work of another kind: its {' and '.join(differing)} "
                 "differ. Run that again to go on with it, or delete that folder to start anew."
             )
         for name in names - {MANIFEST}:

@@ -14,6 +14,7 @@ from typing import Any
 
 from novalm_jax.checkpoint.atomic import Work
 from novalm_jax.checkpoint.header import open_file, reason_of, unreadable
+from novalm_jax.checkpoint.hub import find_folder
 from novalm_jax.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -61,7 +62,7 @@ class Companions:
         """
         if folder is None:
             return cls({}, ())
-        folder = Path(folder)
+        folder = find_folder(folder)
         paths, left = {}, []
         try:
             for name in sorted(os.listdir(folder)):

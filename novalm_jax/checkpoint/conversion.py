@@ -23,12 +23,13 @@ from novalm_jax.checkpoint.companions import (
     with_dtype,
 )
 from novalm_jax.checkpoint.files import TensorReader
-from novalm_jax.checkpoint.header import read_json, some
+from novalm_jax.checkpoint.header import read_json
 from novalm_jax.checkpoint.hub import find_folder
 from novalm_jax.checkpoint.load import Checkpoint, abstract_model
 from novalm_jax.checkpoint.sources import Source, StoredSource
 from novalm_jax.checkpoint.write import Plan
 from novalm_jax.config import ModelConfig
+from novalm_jax.errors import some
 from novalm_jax.models.families import find_family
 from novalm_jax.models.params import parameters_of
 from novalm_jax.options import ConvertOptions
@@ -78,7 +79,7 @@ def convert_checkpoint(source: str | Path, destination: str | Path, options: Con
       WriteError: the destination cannot be written.
     """
     options = options or ConvertOptions()
-    folder = find_folder(source)
+    folder = find_folder(source).resolve()
     place = check_destination(destination, folder)
     if (folder / WEIGHTS).is_dir():
         from novalm_jax.checkpoint.orbax import OrbaxSource

@@ -110,15 +110,25 @@ def to_dtype(array: np.ndarray, dtype: np.dtype, out: np.ndarray | None = None) 
     return out
 
 
-def overflowed(array: np.ndarray, rounded: np.ndarray) -> bool:
-    """Whether `to_dtype` made `rounded` out of a finite number of `array` that it could only make infinite.
+def rounded(what: str, array: np.ndarray, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
+    """`to_dtype` for the weights of `what`, which names them in an error.
 
-    Args:
-      array: floats of any type and shape.
-      rounded: the same shape, bfloat16 or float32.
+    Raises:
+      CheckpointError: as `to_dtype`; and where a finite number becomes infinite.
     """
+    out = to_dtype(array, dtype, out)
+    if overflowed(array, out):
+        raise CheckpointError(
+            f"{what} holds numbers that {dtype} cannot: the largest are beyond 3.39e38, and would become infinite. "
+            "Use dtype float32."
+        )
+    return out
+
+
+def overflowed(array: np.ndarray, out: np.ndarray) -> bool:
+    """Whether `out`, bfloat16 or float32, is infinite where `array` is finite."""
     if array.dtype in (_FLOAT16, BFLOAT16):
         return False
-    if rounded.dtype == BFLOAT16 and (rounded.view(np.uint16) & _INFINITE).max(initial=0) < _INFINITE:
+    if out.dtype == BFLOAT16 and (out.view(np.uint16) & _INFINITE).max(initial=0) < _INFINITE:
         return False
-    return bool(np.any(np.isinf(rounded) & np.isfinite(array)))
+    return bool(np.any(np.isinf(out) & np.isfinite(array)))

@@ -22,11 +22,10 @@ from novalm_jax.checkpoint.header import (
     open_file,
     read_header,
     reason_of,
-    some,
     unreadable,
 )
 from novalm_jax.checkpoint.hub import cached_name
-from novalm_jax.errors import CheckpointError
+from novalm_jax.errors import CheckpointError, some
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

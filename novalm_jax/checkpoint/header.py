@@ -12,13 +12,13 @@ import math
 import os
 import stat
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from novalm_jax.checkpoint.dtypes import element_bits
-from novalm_jax.errors import CheckpointError
+from novalm_jax.errors import CheckpointError, some
 
 AGAIN = "Download this file again."
 
@@ -226,11 +226,3 @@ def _refuse_stand_in(path: Path, start: bytes) -> None:
         raise CheckpointError(f"{path}: is a Git LFS pointer, not the file itself. Run `git lfs pull` in its folder.")
     if start[:100].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
         raise CheckpointError(f"{path}: is a web page, most likely an error page of the server. {AGAIN}")
-
-
-def some(names: Iterable[str], most: int = 8) -> str:
-    """Names for a message, safe to print: long lists and long or unprintable names are cut or escaped."""
-    texts = [name if name.isprintable() else ascii(name) for name in names]
-    texts = [text if len(text) <= 200 else f"{text[:200]}..." for text in texts]
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from novalm_jax.checkpoint.dtypes import numpy_dtype, overflowed, to_dtype
+from novalm_jax.checkpoint.dtypes import numpy_dtype, rounded
 from novalm_jax.checkpoint.files import TensorReader, list_tensors
 from novalm_jax.checkpoint.header import StoredTensor, read_json
 from novalm_jax.checkpoint.hub import find_folder
@@ -203,12 +203,7 @@ def read_parameter(
         else:
             scratch = np.empty(part.out.shape, stored)
             reader.read_into(part.tensor, _bytes(scratch), part.start)
-            to_dtype(scratch, dtype, part.out)
-            if overflowed(scratch, part.out):
-                raise CheckpointError(
-                    f"{part.tensor.file}: tensor {part.tensor.name} holds numbers that {dtype} cannot: the largest are "
-                    "beyond 3.39e38, and would become infinite. Use dtype float32."
-                )
+            rounded(f"{part.tensor.file}: tensor {part.tensor.name}", scratch, dtype, part.out)
         return part.out.size * stored.itemsize
 
     parts = [part for piece in assignment.pieces for part in _parts(piece, whole)]

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from novalm_jax.checkpoint.dtypes import numpy_dtype
-from novalm_jax.checkpoint.header import StoredTensor, some
-from novalm_jax.errors import CheckpointError
+from novalm_jax.checkpoint.header import StoredTensor
+from novalm_jax.errors import CheckpointError, some
 from novalm_jax.models.families.family import Family, Flat, Fused, Packed, PerExpert, Source
 
 Shape = tuple[int, ...]

@@ -26,6 +26,7 @@ from novalm_jax.checkpoint.atomic import Work, check_destination
 from novalm_jax.checkpoint.companions import CONFIG, WEIGHTS, Companions, config_bytes, with_dtype
 from novalm_jax.checkpoint.dtypes import BFLOAT16
 from novalm_jax.checkpoint.header import read_json
+from novalm_jax.checkpoint.hub import find_folder
 from novalm_jax.checkpoint.load import Shardings, abstract_model
 from novalm_jax.checkpoint.mapping import Shape
 from novalm_jax.checkpoint.progress import bytes_bar
@@ -105,7 +106,7 @@ def load_orbax(folder: str | Path, dtype: str | None = None, shardings: Sharding
     """
     if dtype is not None:
         check_dtype(dtype)
-    with OrbaxSource(Path(folder)) as source:
+    with OrbaxSource(find_folder(folder)) as source:
         model = abstract_model(source.config, dtype or "bfloat16")
         parameters = parameters_of(model)
         if dtype is None and any(source.stored[path] not in (BFLOAT16, p.dtype) for path, p in parameters.items()):
@@ -227,9 +228,10 @@ class OrbaxPlan:
 
     @classmethod
     def of(cls, source: Source, dtypes: Mapping[str, np.dtype] | None) -> OrbaxPlan:
-        """Takes the types, None for those that parameters have, or the widest that their parts have."""
-        stored = {path: common_dtype(source.dtypes(path, None)) for path in source.shapes}
-        return cls(source.shapes, stored if dtypes is None else dtypes)
+        """Takes the types by path; None keeps each parameter's, or the widest of its parts."""
+        if dtypes is None:
+            dtypes = {path: common_dtype(source.dtypes(path, None)) for path in source.shapes}
+        return cls(source.shapes, dtypes)
 
     def __str__(self) -> str:
         """What is written, in words."""

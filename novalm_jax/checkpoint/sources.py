@@ -15,13 +15,12 @@ from typing import Any, Final, Protocol
 import jax
 import numpy as np
 
-from novalm_jax.checkpoint.dtypes import BFLOAT16, numpy_dtype, overflowed, to_dtype
+from novalm_jax.checkpoint.dtypes import BFLOAT16, numpy_dtype, rounded
 from novalm_jax.checkpoint.files import TensorReader
-from novalm_jax.checkpoint.header import some
 from novalm_jax.checkpoint.load import abstract_model, read_parameter
 from novalm_jax.checkpoint.mapping import Assignment, Shape, WeightMap
 from novalm_jax.config import ModelConfig
-from novalm_jax.errors import CheckpointError
+from novalm_jax.errors import CheckpointError, some
 from novalm_jax.models.decoder import Decoder
 from novalm_jax.models.families import find_family
 from novalm_jax.models.params import parameters_of
@@ -98,8 +97,11 @@ class StoredSource:
     def _row(self, path: str, row: int) -> Assignment | None:
         """What fills one row, None where rows are not stored apart."""
         whole = self._assignments[path]
-        pieces = tuple(replace(piece, row=None) for piece in whole.pieces if piece.row == row)
-        return Assignment(path, whole.shape[1:], pieces) if pieces else None
+        piece = whole.pieces[0]
+        if piece.row is None:
+            return None
+        # Pieces are in the order of rows.
+        return Assignment(path, whole.shape[1:], (replace(whole.pieces[row], row=None),))
 
 
 class ModelSource:
@@ -188,21 +190,6 @@ def check_parameters(what: str, shapes: Mapping[str, Shape], config: ModelConfig
             f"{what} does not hold the parameters that config.json asks for. {'; '.join(found)}. Check that "
             "config.json belongs to it."
         )
-
-
-def rounded(what: str, numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """`numbers` in another float type.
-
-    Raises:
-      CheckpointError: a finite number of `what` becomes infinite.
-    """
-    out = to_dtype(numbers, dtype)
-    if overflowed(numbers, out):
-        raise CheckpointError(
-            f"{what} holds numbers that {dtype} cannot: the largest are beyond 3.39e38, and would become infinite. "
-            "Use dtype float32."
-        )
-    return out
 
 
 class Held:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from html import escape
 from typing import Any
 
-from novalm_jax.checkpoint.header import some
+from novalm_jax.errors import some
 from novalm_jax.units import format_size
 
 

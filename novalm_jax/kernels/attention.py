@@ -78,14 +78,15 @@ def cached(
 
     Args:
       q: `[b, t, h, c]`; token i of row r stands at position `starts[r] + i`.
-      keys, values: `[rows, g, s, c]`, in q's dtype or its storage form; s is a multiple of `block`.
+      keys, values: `[rows, g, s, c]` and `[rows, g, s, c']`, in q's dtype or its storage form; s is a multiple of
+        `block`.
       rows: int32 `[b]`, which row of the cache each row of q reads.
       starts: int32 `[b]`; negative for a row that is to see nothing (its result is zeros).
       rule, sinks: as for `reference`.
       block: cache positions handled at a time.
 
     Returns:
-      `[b, t, h, c]` in q's dtype.
+      `[b, t, h, c']` in q's dtype.
     """
 
     def read(row: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -106,7 +107,7 @@ def walk(
     sinks: jax.Array | None,
     block: int,
 ) -> jax.Array:
-    """`cached` over anything that blocks of keys and values can be read from.
+    """`cached` over anything that blocks of keys and values can be read from, of g heads and values of `value_dim`.
 
     Every row walks the blocks it can see, with a trip count that only the run knows, and carries an online softmax
     (arXiv:1805.02867) through them in order. It begins with the sinks, as with a key whose value is nothing.

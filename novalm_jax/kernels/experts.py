@@ -47,7 +47,7 @@ class Weights(NamedTuple):
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: Activation, clamp: ClampConfig | None = None) -> jax.Array:
-    """act(gate) * up in float32, rounded once to the dtype of the inputs."""
+    """act(gate) * up, or the formula of `ClampConfig`, in float32, rounded once to the dtype of the inputs."""
     wide, up = gate.astype(jnp.float32), up.astype(jnp.float32)
     if clamp is not None:
         wide, up = jnp.minimum(wide, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)

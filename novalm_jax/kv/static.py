@@ -48,7 +48,8 @@ class CacheView(NamedTuple):
 
     Attributes:
       cache: the whole layer.
-      rows: int32 `[b]`, the row of each sequence. One past the last row stands for none: nothing is written.
+      rows: int32 `[b]`, the row of each sequence. One past the last row stands for none, and nothing
+        is written; where there is one sequence, it must have a row.
       starts: int32 `[b]`, position of each sequence's first new token; negative for none.
       block: positions that attention handles at a time; divides the capacity.
     """

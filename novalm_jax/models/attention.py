@@ -1,4 +1,4 @@
-"""Grouped-query attention: projections, norms, rotation.
+"""Grouped-query attention: projections, norms, rotation; and what every attention needs of a cache.
 
 Refuses to know where keys and values are kept: the caller hands in a `KV`.
 """
@@ -96,7 +96,7 @@ class Attention(nnx.Module):
         k = self._placed(self._heads(self.k(x), self.k_norm, config.num_kv_heads), self.k_norm, angles)
         v = self._heads(self.v(x), None, config.num_kv_heads)
         if config.temperature is not None:
-            q = q * temperature(config.temperature, at.tokens)[..., None, None].astype(q.dtype)
+            q = (q.astype(jnp.float32) * temperature(config.temperature, at.tokens)[..., None, None]).astype(q.dtype)
         sinks = None if self.sinks is None else self.sinks[...]
         mixed, kv = kv.attend(q, k, v, Rule(config.scale, config.window, config.chunk), sinks)
         return self.out(mixed.reshape(*x.shape[:2], config.num_heads * config.head_dim)), kv

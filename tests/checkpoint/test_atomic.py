@@ -238,7 +238,7 @@ def test_two_processes_do_not_make_one_folder(tmp_path: Path) -> None:
 
 
 def refusal(destination: Path, source: Path = GOLDEN / "llama-hub") -> str:
-    with pytest.raises(OptionError, match=r"^destination: ") as caught:
+    with pytest.raises(OptionError) as caught:
         convert_checkpoint(source, destination)
     return str(caught.value)
 

@@ -22,14 +22,14 @@ _RANGES: Final[dict[str, tuple[int, int]]] = {
     **dict.fromkeys(("num_kv_heads", "head_dim", "window", "chunk", "rotary_dim"), (0, MOST)),
     **dict.fromkeys(("mlp_width", "expert_width", "shared_width", "first_sparse"), (0, MOST)),
     **dict.fromkeys(("kv_rank", "nope_dim", "rope_dim", "value_dim"), (0, MOST)),
-    **dict.fromkeys(("query_rank", "groups", "kept_groups", "rotates_not"), (1, MOST)),
+    **dict.fromkeys(("query_rank", "groups", "kept_groups", "no_rope_interval"), (1, MOST)),
     "last_sparse": (-1, MOST),
     "num_shared": (0, 1_000),
     "num_layers": (1, 10_000),
     "num_experts": (0, 100_000),
 }
 _POSITIVE: Final = (
-    "weight_norm",
+    "norm_order",
     "norm_floor",
     "norm_eps",
     "latent_norm_eps",
@@ -90,11 +90,11 @@ def _misfits(traits: Traits) -> list[str]:
         problems.append(f"activation {traits.activation!r} is not one of {', '.join(ACTIVATIONS)}")
     if traits.layer_types is not None:
         problems += _layer_type_problems(traits)
-    for name, entries in (("rotates", traits.rotates or None), ("experts_per_token", traits.experts_per_token)):
+    for name, entries in (("rope_layers", traits.rope_layers or None), ("experts_per_token", traits.experts_per_token)):
         if isinstance(entries, tuple) and len(entries) != traits.num_layers:
             problems.append(f"{name} has {len(entries)} entries for {traits.num_layers} layers")
-    if strange := set(traits.rotates or ()) - {0, 1}:
-        problems.append(f"rotates has {', '.join(map(str, sorted(strange)))} in place of 0 or 1")
+    if strange := set(traits.rope_layers or ()) - {0, 1}:
+        problems.append(f"rope_layers has {', '.join(map(str, sorted(strange)))} in place of 0 or 1")
     for names in (traits.dense_layers, traits.sparse_layers):
         for layer in names or ():
             if not 0 <= layer < traits.num_layers:

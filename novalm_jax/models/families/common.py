@@ -169,3 +169,11 @@ def prefixed(prefix: str, tensors: Mapping[str, Sequence[Source]]) -> dict[str, 
     return {
         path: [replace(source, name=prefix + source.name) for source in sources] for path, sources in tensors.items()
     }
+
+
+SHARED_EXPERT_TENSORS: Final[dict[str, Sequence[Source]]] = {
+    **mlp_tensors("feed_forward", "mlp"),
+    **expert_tensors("mlp.experts"),
+    **mlp_tensors("feed_forward.shared", "mlp.shared_experts"),
+}
+"""Dense MLPs, routed experts and the shared one, as DeepSeek names them; also GLM and ERNIE."""

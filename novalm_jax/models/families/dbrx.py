@@ -24,7 +24,7 @@ FAMILY = Family(
         "ffn_config.moe_num_experts": Use("num_experts"),
         "ffn_config.moe_top_k": Use("experts_per_token"),
         "ffn_config.ffn_act_fn": Only(({"name": "silu"}, None)),
-        "ffn_config.moe_normalize_expert_weights": Use("weight_norm", default=1.0),
+        "ffn_config.moe_normalize_expert_weights": Use("norm_order", default=1.0),
         "ffn_config.hidden_size": Ignore(),
         "ffn_config.moe_jitter_eps": Ignore(),
         "ffn_config.moe_loss_weight": Ignore(),

@@ -10,8 +10,7 @@ from novalm_jax.models.families.common import (
     IGNORED_TENSORS,
     LATENT_FIELDS,
     LATENT_TENSORS,
-    expert_tensors,
-    mlp_tensors,
+    SHARED_EXPERT_TENSORS,
     router_tensors,
 )
 from novalm_jax.models.families.family import Family, Only, Use
@@ -31,11 +30,6 @@ FAMILY = Family(
     },
     renamed={"n_routed_experts": "num_experts"},
     traits={"rope_pairs": True, "rope_scales_softmax": True},
-    tensors=DECODER_TENSORS
-    | LATENT_TENSORS
-    | mlp_tensors("feed_forward", "mlp")
-    | router_tensors("mlp.gate")
-    | expert_tensors("mlp.experts")
-    | mlp_tensors("feed_forward.shared", "mlp.shared_experts"),
+    tensors=DECODER_TENSORS | LATENT_TENSORS | router_tensors("mlp.gate") | SHARED_EXPERT_TENSORS,
     ignored_tensors=IGNORED_TENSORS,
 )

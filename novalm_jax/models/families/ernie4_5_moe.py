@@ -8,8 +8,7 @@ from novalm_jax.models.families.common import (
     DECODER_TENSORS,
     HEAD_BIAS_TENSORS,
     IGNORED_TENSORS,
-    expert_tensors,
-    mlp_tensors,
+    SHARED_EXPERT_TENSORS,
     router_tensors,
 )
 from novalm_jax.models.families.family import Family, Flat, Ignore, Only, Use
@@ -44,10 +43,8 @@ FAMILY = Family(
     traits={"rope_pairs": True, "renormalise": True, "choice_bias": True},
     tensors=DECODER_TENSORS
     | HEAD_BIAS_TENSORS
-    | mlp_tensors("feed_forward", "mlp")
     | router_tensors("mlp.gate")
     | {"layers.{l}.feed_forward.choice_bias": (Flat("model.layers.{l}.mlp.moe_statics.e_score_correction_bias"),)}
-    | expert_tensors("mlp.experts")
-    | mlp_tensors("feed_forward.shared", "mlp.shared_experts"),
+    | SHARED_EXPERT_TENSORS,
     ignored_tensors=(*IGNORED_TENSORS, r"model\.mtp_.*"),
 )

@@ -167,7 +167,7 @@ class Family:
         strange = [f"{name} = {_short(stored[name])} is not known here" for name in stored if name not in known]
         if strange:
             raise ConfigError(f"config.json ({self.model_type}): {'; '.join(strange)}.")
-        return {**inner, **{name: stored[name] for name in NOT_SUPPORTED if stored.get(name) not in (None, False)}}
+        return {**inner, **{name: stored[name] for name in NOT_SUPPORTED if stored.get(name) not in OFF}}
 
     def _flat(self, stored: Mapping[str, Any]) -> dict[str, Any]:
         """`stored` with the fields of its objects that this family reads one by one as `object.field`."""
@@ -178,7 +178,7 @@ class Family:
                 flat[name] = value
             elif isinstance(value, Mapping):
                 for key, entry in value.items():
-                    if key not in NO_EFFECT and not (key in NOT_SUPPORTED and entry in (None, False)):
+                    if key not in NO_EFFECT and not (key in NOT_SUPPORTED and entry in OFF):
                         flat[f"{name}.{key}"] = entry
             else:
                 raise ConfigError(
@@ -213,7 +213,7 @@ class Family:
                 f"weights in the {quantised.get('quant_method', 'unnamed')!r} format cannot be read yet; use the "
                 "bfloat16 or float32 checkpoint of this model"
             )
-        problems = [f"{name}: {why}" for name, why in reasons.items() if stored.get(name) not in (None, False)]
+        problems = [f"{name}: {why}" for name, why in reasons.items() if stored.get(name) not in OFF]
         for name, only in self.fields.items():
             if isinstance(only, Only) and name in stored and stored[name] not in only.values:
                 allowed = " or ".join(repr(value) for value in only.values)
@@ -248,7 +248,10 @@ NOT_SUPPORTED: Final[Mapping[str, str]] = {
     "cross_attention_hidden_size": "cross attention is not supported",
     "tie_encoder_decoder": "encoder-decoder models are not supported",
 }
-"""Fields that any family may carry and none supports, unless null or false."""
+"""Fields that any family may carry and none supports, unless they are `OFF`."""
+
+OFF: Final = (None, False)
+"""How writers say that there is none."""
 
 
 def _not_causal(stored: Mapping[str, Any], with_images: bool) -> list[str]:

@@ -9,8 +9,7 @@ from novalm_jax.models.families.common import (
     DEEPSEEK_SPARSE_FIELDS,
     IGNORED_TENSORS,
     QK_NORM_TENSORS,
-    expert_tensors,
-    mlp_tensors,
+    SHARED_EXPERT_TENSORS,
     router_tensors,
 )
 from novalm_jax.models.families.family import Family, Ignore, Use
@@ -37,10 +36,8 @@ FAMILY = Family(
     traits={"scores": "sigmoid", "choice_bias": True, "group_rule": "sum_of_two"},
     tensors=DECODER_TENSORS
     | QK_NORM_TENSORS
-    | mlp_tensors("feed_forward", "mlp")
     | router_tensors("mlp.gate", choice_bias="mlp.gate.e_score_correction_bias")
-    | expert_tensors("mlp.experts")
-    | mlp_tensors("feed_forward.shared", "mlp.shared_experts"),
+    | SHARED_EXPERT_TENSORS,
     ignored_tensors=IGNORED_TENSORS,
     extra_layers="num_nextn_predict_layers",
 )

@@ -30,7 +30,7 @@ FAMILY = Family(
         "sliding_window": Use("window", default=None),
         "router_jitter_noise": Use("jitter", default=0.01),
         "input_jitter_noise": Ignore(),
-        "hidden_dropout": Only((0, 0.0)),
+        "hidden_dropout": Only((0.0,)),
     },
     renamed={"num_local_experts": "num_experts"},
     rope=RopeDialect(theta=1e6, two_mscales=True),

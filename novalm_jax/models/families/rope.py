@@ -247,7 +247,6 @@ def _longrope(values: Mapping[str, Any], stretch: float, original: int) -> dict[
     if attention is None:
         attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     return {
-        "factor": factor,
         "short_factors": short,
         "long_factors": long,
         "attention_factor": attention,

@@ -36,11 +36,11 @@ class Traits:
       attention_bias: a bias on q, k, v and the output; `qkv_bias` is one on the first three alone, `all_biases` one
         there, in MLPs, and on the head.
       rotary_dim, rotary_fraction: how many dimensions of each head are rotated, or which share of them.
-      rotates, rotates_not: see `rotating_layers`.
+      rope_layers, no_rope_interval: see `rotating_layers`.
       window_rule, window_boundary: see `layer_windows`.
       temperature_floor, temperature_scale: of the layers without rotary embedding, where `temperature` is set.
       query_rank, kv_rank, nope_dim, rope_dim, value_dim: latent attention, where kv_rank is not 0.
-      weight_norm: order of the norm that the weights of the chosen are divided by; 1 is their sum, `renormalise`.
+      norm_order: order of the norm that the weights of the chosen are divided by; 1 is their sum, `renormalise`.
       num_shared: shared experts, each as wide as a routed one; or `shared_width` says how wide they are together.
       sparse_layers, sparse_step, first_sparse, last_sparse, dense_layers: see `sparse_layers`.
     """
@@ -62,8 +62,8 @@ class Traits:
     rope: RopeConfig = field(default_factory=lambda: RopeConfig(theta=10000.0))
     rotary_dim: int | None = None
     rotary_fraction: float | None = None
-    rotates: tuple[int, ...] | None = None
-    rotates_not: int | None = None
+    rope_layers: tuple[int, ...] | None = None
+    no_rope_interval: int | None = None
     rope_pairs: bool = False
     rope_scales_softmax: bool = False
 
@@ -106,7 +106,7 @@ class Traits:
     scores: str = "softmax"
     choose_first: bool = False
     renormalise: bool = False
-    weight_norm: float | None = None
+    norm_order: float | None = None
     norm_floor: float = 1e-20
     router_scale: float = 1.0
     router_bias: bool = False
@@ -214,10 +214,10 @@ def layer_chunks(traits: Traits) -> list[int | None]:
 
 
 def rotating_layers(traits: Traits) -> list[bool]:
-    """Which layers have a rotary embedding: where `rotates` says so with a 1, else all but every `rotates_not`-th."""
-    if traits.rotates:
-        return [rotates == 1 for rotates in traits.rotates]
-    return [traits.rotates_not is None or (i + 1) % traits.rotates_not != 0 for i in range(traits.num_layers)]
+    """Which layers have a rotary embedding: 1 in `rope_layers`, else all but each `no_rope_interval`-th."""
+    if traits.rope_layers:
+        return [rotates == 1 for rotates in traits.rope_layers]
+    return [traits.no_rope_interval is None or (i + 1) % traits.no_rope_interval != 0 for i in range(traits.num_layers)]
 
 
 def experts_per_token(traits: Traits) -> list[int]:
@@ -333,8 +333,8 @@ def _router(traits: Traits) -> RouterConfig:
     return RouterConfig(
         scores=_literal(traits.scores),
         choose_first=traits.choose_first,
-        renormalise=traits.renormalise or traits.weight_norm is not None,
-        norm_order=traits.weight_norm or 1.0,
+        renormalise=traits.renormalise or traits.norm_order is not None,
+        norm_order=traits.norm_order or 1.0,
         norm_floor=traits.norm_floor,
         scale=traits.router_scale,
         bias=traits.router_bias,
