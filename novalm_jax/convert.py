@@ -20,11 +20,11 @@ from novalm_jax.options import ConvertOptions
 class ConvertCommand:
     """Write a checkpoint anew: as .safetensors files of the Hugging Face layout, or as Orbax keeps it.
 
-    Ended early, it goes on where it was when the same command is run again.
+    Ended early, it goes on after the last complete .safetensors file when the same command is run again.
     """
 
     source: tyro.conf.Positional[str]
-    """Folder of a Hugging Face checkpoint, or one that this command wrote."""
+    """Folder of a Hugging Face checkpoint or one that this command wrote, or a name in the Hugging Face cache."""
     destination: tyro.conf.Positional[Path]
     """Folder to be made; must not exist, or be empty."""
     debug: bool = False

@@ -246,7 +246,7 @@ class Work:
             differing = [key for key in {**found, **self._identity} if found.get(key) != self._identity.get(key)]
             raise OptionError(
                 f"{self.folder} holds unfinished work of another kind: its {' and '.join(differing)} "
-                "differ. Run that again to go on with it, or delete that folder to start anew."
+                "differ. Delete that folder to start anew, or give another destination."
             )
         for name in names - {MANIFEST}:
             if _UNFINISHED in name or not self._resumable:

@@ -235,6 +235,11 @@ def _files_without_index(folder: Path, names: Sequence[str], problems: list[str]
 def _no_safetensors(names: Sequence[str]) -> str:
     if not names:
         return "the folder is empty. Download the checkpoint into it."
+    if "weights" in names and "config.json" in names:
+        return (
+            "this is an Orbax checkpoint. nova.load_orbax reads it; `python -m novalm_jax.convert` turns it into "
+            ".safetensors files."
+        )
     if "snapshots" in names:
         return "this is a download cache. Give the folder of one version, under snapshots/."
     if found := [name for name in names if name.endswith(_FROM_TORCH)]:

@@ -281,7 +281,7 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path, monkeypatch
     # The user of this test may be root, whom no mode stops.
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda *_: False)
-        assert "this user may not write into" in refusal(tmp_path / "out")
+        assert "This user may not write into" in refusal(tmp_path / "out")
 
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))

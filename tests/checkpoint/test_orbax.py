@@ -231,3 +231,10 @@ def test_a_model_that_is_not_the_one_described_is_refused(tmp_path: Path) -> Non
             load_model(GOLDEN / "mixtral"), tmp_path / "out", config=raw_config("mixtral") | {"rms_norm_eps": 1e-3}
         )
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_for_orbax_is_named_where_safetensors_are_wanted(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="Orbax checkpoint. nova.load_orbax reads it"):
+        load_model(tmp_path)
