@@ -29,13 +29,16 @@ def compile_program(
 
     Excess precision is off: XLA must not keep bfloat16 results in float32 between operations, or the same step cut
     into other programs would round differently. For the same reason optimization barriers stay to the end on the CPU,
-    whose backend otherwise drops them before it fuses, and what is fused rounds differently.
+    whose backend otherwise drops them before it fuses, and what is fused rounds differently. And a library of that
+    backend may have matrix products but no sums: it takes those of 4096 numbers and more, so that a norm or a softmax
+    would round differently for more rows.
     """
     import jax
 
     options: dict[str, bool | str] = {"xla_allow_excess_precision": False}
     if jax.default_backend() == "cpu":
         options["xla_disable_hlo_passes"] = "cse_barrier_expander"
+        options["xla_cpu_experimental_ynn_fusion_type"] = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
     lowered = jax.jit(function, donate_argnums=tuple(donate)).lower(*arguments)
     return lowered.compile(compiler_options=options)
 

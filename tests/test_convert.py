@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from novalm_jax.checkpoint.conversion import convert_checkpoint
 from novalm_jax.checkpoint.load import load_model
+from novalm_jax.checkpoint.write import Plan
 from novalm_jax.convert import main
 from novalm_jax.errors import CheckpointError
 from novalm_jax.options import ConvertOptions
@@ -340,3 +341,18 @@ def test_a_number_that_would_become_infinite_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="would become infinite"):
             convert_checkpoint(folder, tmp_path / "out", ConvertOptions(dtype="bfloat16"))
     assert sorted(os.listdir(tmp_path)) == ["orbax", "source"]
+
+
+def test_a_source_that_changes_while_it_is_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "llama-hub", source)
+    write = Plan.write
+
+    def write_and_touch(self: Plan, *arguments: Any) -> None:
+        write(self, *arguments)
+        os.utime(source / "model.safetensors", (1, 1))
+
+    monkeypatch.setattr(Plan, "write", write_and_touch)
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        convert_checkpoint(source, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -76,7 +76,7 @@ class Work:
         """Takes a destination from `check_destination`, and what the folder is made from and how, as plain JSON."""
         self.destination = destination
         self.folder = destination.with_name(destination.name + ".partial")
-        self._identity = json.loads(json.dumps(identity))
+        self.identity = json.loads(json.dumps(identity))
         self._resumable = resumable
         self._lock = -1
         self._small = {MANIFEST}
@@ -84,7 +84,7 @@ class Work:
     @property
     def in_place(self) -> bool:
         """Whether the folder is complete and in place already: the same work was ended just before its last line."""
-        return _manifest(self.destination) == self._identity
+        return _manifest(self.destination) == self.identity
 
     def __enter__(self) -> Work:
         """Takes hold of the folder, and of what the same work left in it.
@@ -242,8 +242,8 @@ class Work:
                 f"{self.folder} is in the way, and is no unfinished work: it holds "
                 f"{some(sorted(names), 3)}. Move or delete it, or give another destination."
             )
-        if found is not None and found != self._identity:
-            differing = [key for key in {**found, **self._identity} if found.get(key) != self._identity.get(key)]
+        if found is not None and found != self.identity:
+            differing = [key for key in {**found, **self.identity} if found.get(key) != self.identity.get(key)]
             raise OptionError(
                 f"{self.folder} holds unfinished work of another kind: its {' and '.join(differing)} "
                 "differ. Delete that folder to start anew, or give another destination."
@@ -256,7 +256,7 @@ class Work:
                 else:
                     os.unlink(path)
         if found is None:
-            self.put(MANIFEST, json.dumps(self._identity, indent=2).encode())
+            self.put(MANIFEST, json.dumps(self.identity, indent=2).encode())
 
     def _worth_keeping(self) -> bool:
         """Whether more is complete than small files; a folder of those alone would only be in the way."""

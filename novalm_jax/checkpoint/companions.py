@@ -15,7 +15,7 @@ from typing import Any
 from novalm_jax.checkpoint.atomic import Work
 from novalm_jax.checkpoint.header import open_file, reason_of, unreadable
 from novalm_jax.checkpoint.hub import find_folder
-from novalm_jax.errors import CheckpointError
+from novalm_jax.errors import CheckpointError, ConfigError
 
 CONFIG = "config.json"
 WEIGHTS = "weights"
@@ -113,14 +113,24 @@ def with_dtype(config: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
 
 
 def config_bytes(config: Mapping[str, Any]) -> bytes:
-    """A configuration as the text of config.json, fields in their order."""
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+    """A configuration as the text of config.json, fields in their order.
+
+    Raises:
+      ConfigError: it holds something that JSON cannot.
+    """
+    try:
+        return (json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"config cannot be written as JSON: {error}.") from None
 
 
 def identity_of(paths: Iterable[Path]) -> dict[str, list[int]]:
     """What tells a version of these files from another: size and time of the last change, in nanoseconds, by path."""
     found = {}
     for path in sorted(paths):
-        status = path.stat()
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {reason_of(error)}.") from error
         found[str(path)] = [status.st_size, status.st_mtime_ns]
     return found

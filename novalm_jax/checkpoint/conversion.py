@@ -29,7 +29,7 @@ from novalm_jax.checkpoint.load import Checkpoint, abstract_model
 from novalm_jax.checkpoint.sources import Source, StoredSource
 from novalm_jax.checkpoint.write import Plan
 from novalm_jax.config import ModelConfig
-from novalm_jax.errors import some
+from novalm_jax.errors import CheckpointError, some
 from novalm_jax.models.families import find_family
 from novalm_jax.models.params import parameters_of
 from novalm_jax.options import ConvertOptions
@@ -112,6 +112,8 @@ def _convert(source: _Opened, destination: Path, options: ConvertOptions) -> Sum
         if not work.in_place:
             companions.put(work, _config_bytes(source, options))
             form.write(work, source.weights)
+            if _identity(source, companions, options) != work.identity:
+                raise CheckpointError(f"{source.folder} changed while it was read. Let that end, then convert it anew.")
         work.finish()
     return Summary(destination, str(form), source.needless, companions.left)
 

@@ -196,14 +196,19 @@ def _needless(family: Family, name: str, *, tied: bool) -> bool:
 
 
 def _in_extra_layers(family: Family, shapes: Mapping[str, Shape], names: Sequence[str], extra_layers: int) -> set[str]:
-    """Those of `names` that belong to the first `extra_layers` layers after the last one."""
+    """Those of `names` that belong to the first `extra_layers` layers after the last one.
+
+    A layer for multi-token prediction joins two inputs in `eh_proj`. One without that is a layer of the model, which
+    config.json does not count.
+    """
     last = max((int(path.split(".")[1]) for path in shapes if path.startswith("layers.")), default=-1)
     before = {
         source.name.split("{l}")[0] for sources in family.tensors.values() for source in sources if "{l}" in source.name
     }
     numbered = re.compile(f"(?:{'|'.join(map(re.escape, sorted(before)))})([1-9][0-9]{{0,17}})\\..*", re.DOTALL)
-    matches = ((name, numbered.fullmatch(name)) for name in names)
-    return {name for name, match in matches if match and last < int(match[1]) <= last + extra_layers}
+    matches = {name: int(match[1]) for name in names if (match := numbered.fullmatch(name))}
+    marked = {number for name, number in matches.items() if name.endswith(f"{number}.eh_proj.weight")}
+    return {name for name, number in matches.items() if number in marked and last < number <= last + extra_layers}
 
 
 class _Problems:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from novalm_jax.kernels import attention
 from novalm_jax.kernels.attention import Rule, read_positions
-from novalm_jax.kernels.linear import einsum
+from novalm_jax.kernels.linear import einsum, row_major
 
 
 class Up(NamedTuple):
@@ -66,7 +66,15 @@ def absorbed(
         stored = read_positions(latents, row, number, block, q.dtype)
         return stored, stored[:, :, :rank]
 
-    inner = einsum("bthn,hnl->bthl", q[..., :nope], up.keys).astype(q.dtype)
+    inner = _by_head("hmn,hnl->hml", q[..., :nope], up.keys)
     queries = jnp.concatenate([inner, q[..., nope:]], axis=-1)
     mixed = attention.walk(queries, read, 1, rank, rows, starts, rule, None, block)
-    return einsum("bthl,hcl->bthc", mixed, up.values).astype(q.dtype)
+    return _by_head("hml,hcl->hmc", mixed, up.values)
+
+
+def _by_head(subscripts: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """`x [b, t, h, i]` times the weights of each head, in one product `[h, b * t, i]` -> `[h, b * t, o]`."""
+    b, t, h, i = x.shape
+    rows = row_major(x.reshape(b * t, h, i).transpose(1, 0, 2))
+    out = row_major(einsum(subscripts, rows, weights))
+    return out.transpose(1, 0, 2).reshape(b, t, h, out.shape[-1]).astype(x.dtype)

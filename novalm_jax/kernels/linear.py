@@ -9,11 +9,21 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 
 def einsum(subscripts: str, *operands: jax.Array) -> jax.Array:
     """`jnp.einsum` with a float32 result, whatever the (equal) dtypes of the operands."""
     return jnp.einsum(subscripts, *operands, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """`x`, laid out in memory in the order of its dimensions, for an operand or the result of a batched product.
+
+    XLA's CPU backend likes to leave a transposed array as it lies and to transpose the product instead. Such products
+    round differently for 8 rows and 16, and in bfloat16 they copy the weights to float32 or cannot be run at all.
+    """
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:

@@ -120,9 +120,10 @@ def test_only_layers_that_are_announced_are_skipped(model: Path, count: Any) -> 
 @pytest.mark.usefixtures("announced")
 def test_layers_beyond_the_announced_ones_are_refused(model: Path) -> None:
     tensors = with_extra_layer(tensors_of(model))
-    beyond = {"model.layers.3.input_layernorm.weight": np.ones(32, np.float32)}
+    names = ("input_layernorm.weight", "eh_proj.weight")
+    beyond = {f"model.layers.3.{name}": np.ones(32, np.float32) for name in names}
     rewrite(model, tensors | beyond, num_nextn_predict_layers=1)
-    assert "1 not known to this family: model.layers.3.input_layernorm.weight" in refusal(model)
+    assert "2 not known to this family: model.layers.3.eh_proj.weight, model.layers.3.input" in refusal(model)
     rewrite(model, num_nextn_predict_layers=2)
     assert "model.layers.3.input_layernorm.weight" in Checkpoint.open(model).weights.ignored
     # No list of all the names that there could be is made.

@@ -146,7 +146,9 @@ def with_layers(count: int, extra: int) -> tuple[Family, dict[str, Shape], dict[
     fields = {"num_hidden_layers": count, "num_nextn_predict_layers": extra}
     family, shapes, raw = read("deepseek_v3", **fields)
     _, more, _ = read("deepseek_v3", num_hidden_layers=count + extra, num_nextn_predict_layers=0)
-    return family, shapes, as_stored(written_tensors(family, more)), family.count_extra_layers(raw)
+    marks = [one(f"model.layers.{count + i}.eh_proj.weight", (5, 10)) for i in range(extra)]
+    stored = as_stored(written_tensors(family, more)) | {mark.name: mark for mark in marks}
+    return family, shapes, stored, family.count_extra_layers(raw)
 
 
 def test_announced_layers_for_more_tokens_are_ignored() -> None:
@@ -157,6 +159,12 @@ def test_announced_layers_for_more_tokens_are_ignored() -> None:
     assert set(weights.ignored) == {
         n for n in [*stored, own.name] if n.startswith(("model.layers.3.", "model.layers.4."))
     }
+
+
+def test_a_layer_that_predicts_no_further_token_is_not_passed_over() -> None:
+    family, shapes, stored, extra = with_layers(3, 1)
+    del stored["model.layers.3.eh_proj.weight"]
+    assert "model.layers.3.input_layernorm.weight" in refusal(family, shapes, stored, extra)
 
 
 def test_layers_that_nobody_announced_are_refused() -> None:
@@ -173,5 +181,7 @@ def test_a_model_of_62_layers_keeps_layer_61() -> None:
     weights = map_weights(family, shapes, stored, extra)
     assert {name.split(".")[2] for name in weights.ignored} == {"62"}
     assert any(assignment.path.startswith("layers.61.") for assignment in weights.assignments)
+    stray = one("model.layers.61.shared_head.head.weight", (5, 5))
+    assert stray.name in refusal(family, shapes, stored | {stray.name: stray}, extra)
     short = {name: tensor for name, tensor in stored.items() if not name.startswith("model.layers.61.")}
     assert "model.layers.61.input_layernorm.weight" in refusal(family, shapes, short, extra)

@@ -236,5 +236,5 @@ def test_a_model_that_is_not_the_one_described_is_refused(tmp_path: Path) -> Non
 def test_a_folder_for_orbax_is_named_where_safetensors_are_wanted(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="Orbax checkpoint. nova.load_orbax reads it"):
+    with pytest.raises(CheckpointError, match=r"Orbax checkpoint\. nova\.load_orbax reads it"):
         load_model(tmp_path)

@@ -13,32 +13,45 @@ from novalm_jax.config import AttentionConfig, RopeConfig
 from novalm_jax.kernels import attention
 from novalm_jax.kernels.attention import Rule
 from novalm_jax.kv.static import CacheView, LayerCache, cache_shape
-from parts_helpers import plain_softmax, random, same_bits, wide
+from parts_helpers import attended, random, same_bits, wide
+
+RULES = {
+    "everything": Rule(0.3),
+    **{f"window {w}": Rule(0.3, window=w) for w in (1, 5, 8, 100)},
+    **{f"chunk {c}": Rule(0.3, chunk=c) for c in (1, 5, 8, 12)},
+    "window 3 in chunk 8": Rule(0.3, 3, 8),
+    "window 9 in chunk 12": Rule(0.3, 9, 12),
+}
 
 
-def plain_attention(q: Any, k: Any, v: Any, start: int, scale: float, window: int | None) -> np.ndarray:
-    """One sequence, one head and query at a time: q `[t, h, c]` from position `start`, k and v `[s, g, c]`."""
-    q, k, v = wide(q), wide(k), wide(v)
-    out = np.zeros_like(q)
-    for i, head in np.ndindex(*q.shape[:2]):
-        group, at = head // (q.shape[1] // k.shape[1]), start + i
-        first = 0 if window is None else max(0, at - window + 1)
-        weights = plain_softmax(k[first : at + 1, group] @ q[i, head] * scale)
-        out[i, head] = weights @ v[first : at + 1, group]
-    return out
+def plain(q: Any, k: Any, v: Any, start: int, rule: Rule, sinks: Any = None) -> np.ndarray:
+    stood = None if sinks is None else wide(sinks)
+    limits: dict[str, Any] = {"window": rule.window, "chunk": rule.chunk, "sinks": stood}
+    return attended(wide(q), wide(k), wide(v), start, rule.scale, **limits)
+
+
+def some_sinks(h: int, dtype: Any = jnp.float32) -> jax.Array:
+    """Far below the scores, among them, and far above."""
+    return jnp.asarray(np.resize([-30.0, 0.5, 2.0, 8.0], h), dtype)
 
 
 HEADS = {"multi-head": (4, 4), "grouped": (6, 2), "multi-query": (4, 1)}
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 50])
-@pytest.mark.parametrize("heads", HEADS)
-def test_reference_attention(heads: str, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("heads", "rule", "sunk"),
+    [
+        *(("grouped", rule, sunk) for rule in RULES for sunk in (False, True)),
+        *((heads, "everything", True) for heads in ("multi-head", "multi-query")),
+    ],
+)
+def test_reference_attention(heads: str, rule: str, sunk: bool) -> None:
     h, g = HEADS[heads]
-    q, k, v = random(2, 9, h, 8), random(2, 9, g, 8, seed=1), random(2, 9, g, 8, seed=2)
-    out = attention.reference(q, k, v, Rule(0.7, window))
+    sinks = some_sinks(h) if sunk else None
+    q, k, v = random(2, 9, h, 8), random(2, 9, g, 8, seed=1), random(2, 9, g, 5, seed=2)
+    out = attention.reference(q, k, v, RULES[rule], sinks)
     for row in range(2):
-        np.testing.assert_allclose(out[row], plain_attention(q[row], k[row], v[row], 0, 0.7, window), atol=2e-6)
+        np.testing.assert_allclose(out[row], plain(q[row], k[row], v[row], 0, RULES[rule], sinks), atol=2e-6)
 
 
 S, BLOCK = 32, 8
@@ -61,69 +74,97 @@ class Cached:
             cache[row, :, : max(start, 0) + self.t] = sequence.swapaxes(0, 1)[:, : max(start, 0) + self.t]
         return jnp.asarray(cache if self.dtype == jnp.float32 else cache.view(np.uint16))
 
-    def attend(self, window: int | None, which: list[int] | None = None) -> np.ndarray:
+    def attend(self, rule: str, which: list[int] | None = None, sinks: Any = None) -> np.ndarray:
         which = list(range(len(self.starts))) if which is None else which
         rows, starts = np.array(self.rows, np.int32)[which], np.array(self.starts, np.int32)[which]
         q = self.q[np.array(which)]
-        return np.asarray(attend(q, self.keys, self.values, jnp.asarray(rows), jnp.asarray(starts), window))
+        return np.asarray(attend(q, self.keys, self.values, jnp.asarray(rows), jnp.asarray(starts), RULES[rule], sinks))
 
-    def expected(self, row: int, window: int | None) -> np.ndarray:
+    def expected(self, row: int, rule: str, sinks: Any = None) -> np.ndarray:
         if self.starts[row] < 0:
             return np.zeros(self.q.shape[1:])
-        return plain_attention(self.q[row], self.k[row], self.v[row], self.starts[row], 0.3, window)
+        return plain(self.q[row], self.k[row], self.v[row], self.starts[row], RULES[rule], sinks)
 
 
-@partial(jax.jit, static_argnames="window")
-def attend(q: Any, keys: Any, values: Any, rows: Any, starts: Any, window: int | None) -> jax.Array:
-    return attention.cached(q, keys, values, rows, starts, Rule(0.3, window), None, BLOCK)
+@partial(jax.jit, static_argnames="rule")
+def attend(q: Any, keys: Any, values: Any, rows: Any, starts: Any, rule: Rule, sinks: Any = None) -> jax.Array:
+    return attention.cached(q, keys, values, rows, starts, rule, sinks, BLOCK)
 
 
 @pytest.mark.parametrize(("t", "starts"), [(1, [0, 7, 8, 9, 31]), (3, [0, 5, 6, 16, 29]), (17, [0, 3, 15])])
 @pytest.mark.parametrize(
-    ("heads", "window"),
-    [*(("grouped", w) for w in (None, 1, 5, 8, 9, 100)), ("multi-query", None), ("multi-head", 5)],
+    ("heads", "rule", "sunk"),
+    [
+        *(("grouped", rule, len(rule) % 2 == 0) for rule in RULES),
+        ("multi-query", "everything", True),
+        ("multi-head", "window 5", True),
+        ("multi-head", "chunk 12", False),
+    ],
 )
 def test_cached_attention_sees_its_own_past_and_nothing_else(
-    heads: str, t: int, starts: list[int], window: int | None
+    heads: str, rule: str, sunk: bool, t: int, starts: list[int]
 ) -> None:
-    """Starts lie on, before and behind block borders; rows of the cache are shuffled; the rest of it is NaN."""
+    """Starts lie on and around borders of blocks and chunks; rows are shuffled; the rest of the cache is NaN."""
     case = Cached(starts, t, *HEADS[heads])
-    out = case.attend(window)
+    sinks = some_sinks(HEADS[heads][0]) if sunk else None
+    out = case.attend(rule, sinks=sinks)
     for row in range(len(starts)):
-        np.testing.assert_allclose(out[row], case.expected(row, window), atol=3e-6)
+        np.testing.assert_allclose(out[row], case.expected(row, rule, sinks), atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [("everything", [0, 1, 2]), ("window 5", [2]), ("chunk 12", [1, 2]), ("window 9 in chunk 12", [1, 2])],
+)
+def test_blocks_that_nobody_sees_are_not_read(rule: str, expected: list[int]) -> None:
+    """A cached step costs what it sees. Queries stand at 21 to 23."""
+    numbers = []
+
+    def read(row: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        numbers.append(int(number))
+        return jnp.ones((1, BLOCK, 8)), jnp.ones((1, BLOCK, 8))
+
+    start = jnp.asarray([21], jnp.int32)
+    with jax.disable_jit():
+        attention.walk(random(1, 3, 2, 8), read, 1, 8, jnp.zeros(1, jnp.int32), start, RULES[rule], None, BLOCK)
+    assert numbers == expected
 
 
 def test_cached_attention_equals_the_reference_on_a_whole_sequence() -> None:
-    case = Cached([0, 0], S, 6, 2)
-    np.testing.assert_allclose(case.attend(None), attention.reference(case.q, case.k, case.v, Rule(0.3)), atol=3e-6)
+    case, rule, sinks = Cached([0, 0], S, 6, 2), "chunk 12", some_sinks(6)
+    expected = attention.reference(case.q, case.k, case.v, RULES[rule], sinks)
+    np.testing.assert_allclose(case.attend(rule, sinks=sinks), expected, atol=3e-6)
 
 
-@pytest.mark.parametrize("window", [None, 4])
-def test_idle_rows_give_zeros(window: int | None) -> None:
-    case = Cached([-1, 12, -1], 1, 4, 4)
-    out = case.attend(window)
+@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize("rule", ["everything", "window 5", "chunk 12"])
+def test_idle_rows_give_zeros(rule: str, sunk: bool) -> None:
+    case, sinks = Cached([-1, 12, -1], 1, 4, 4), some_sinks(4) if sunk else None
+    out = case.attend(rule, sinks=sinks)
     assert np.array_equal(out[[0, 2]], np.zeros_like(out[[0, 2]]))
-    np.testing.assert_allclose(out[1], case.expected(1, window), atol=3e-6)
+    np.testing.assert_allclose(out[1], case.expected(1, rule, sinks), atol=3e-6)
 
 
 def test_cached_attention_reads_bfloat16_in_storage_form() -> None:
     case = Cached([3, 20], 2, 6, 2, jnp.bfloat16)
     assert case.keys.dtype == jnp.uint16
-    out = case.attend(None)
+    rule, sinks = "chunk 12", some_sinks(6, jnp.bfloat16)
+    out = case.attend(rule, sinks=sinks)
     assert out.dtype == jnp.bfloat16
     for row in range(2):
-        np.testing.assert_allclose(wide(out[row]), case.expected(row, None), atol=0.02)
+        np.testing.assert_allclose(wide(out[row]), case.expected(row, rule, sinks), atol=0.02)
     view = case.keys.view(jnp.bfloat16), case.values.view(jnp.bfloat16)
-    as_floats = attend(case.q, *view, jnp.asarray(case.rows, jnp.int32), jnp.asarray(case.starts, jnp.int32), None)
-    assert same_bits(out, as_floats)
+    rows, starts = (jnp.asarray(numbers, jnp.int32) for numbers in (case.rows, case.starts))
+    assert same_bits(out, attend(case.q, *view, rows, starts, RULES[rule], sinks))
 
 
+@pytest.mark.parametrize("rule", ["everything", "chunk 12"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_row_of_cached_attention_does_not_depend_on_its_neighbours(dtype: Any) -> None:
-    case = Cached([9, 30, 0, 17], 1, 6, 2, dtype)
-    together = case.attend(None)
+def test_a_row_of_cached_attention_does_not_depend_on_its_neighbours(dtype: Any, rule: str) -> None:
+    case, sinks = Cached([9, 30, 0, 17], 1, 6, 2, dtype), some_sinks(6, dtype)
+    together = case.attend(rule, sinks=sinks)
     for which in ([0, 1], [1, 0], [3, 2, 1, 0], [2, 3]):
-        assert same_bits(case.attend(None, which), together[np.array(which)])
+        assert same_bits(case.attend(rule, which, sinks), together[np.array(which)])
 
 
 def test_a_decode_step_writes_its_cache_in_place() -> None:

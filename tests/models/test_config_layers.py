@@ -44,7 +44,7 @@ def experts_in(layer: LayerConfig) -> MoEConfig:
         ("qwen3_moe", {"intermediate_size": None}, "a dense layer needs a width"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "sparse_step is 0"),
         ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
-        ("qwen3", {"layer_types": ["full_attention", "linear_attention", "odd"]}, "linear_attention, odd"),
+        ("qwen3", {"layer_types": ["full_attention", "linear_attention", "odd"]}, "'linear_attention', 'odd'"),
         *(
             (
                 family,

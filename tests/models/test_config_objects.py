@@ -117,3 +117,8 @@ def test_layers_for_multi_token_prediction_are_counted_under_either_name() -> No
     for nothing in ({}, {"num_mtp_layers": None}, {"num_nextn_predict_layers": True}, {"num_mtp_layers": -1}):
         assert family.count_extra_layers(nothing) == 0
     assert find_family({"model_type": "deepseek_v2"}).count_extra_layers({"num_nextn_predict_layers": 2}) == 0
+
+
+def test_a_dotted_name_is_no_field_of_an_object() -> None:
+    name = "attn_config.clip_qkv"
+    assert f"'{name}' = 0.01 is not known here" in message({**stored("dbrx"), name: 0.01})

@@ -1,43 +1,26 @@
-"""Norms, rotary positions, products and a layer's multipliers against plain float64 numpy."""
+"""Rotary positions, products and a layer's multipliers against plain float64 numpy."""
 
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from novalm_jax.compat import compile_program
 from novalm_jax.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig, RopeConfig
 from novalm_jax.engine.programs import DECODE_ROWS
 from novalm_jax.kernels.linear import einsum
 from novalm_jax.models import rope
 from novalm_jax.models.attention import Positions, Uncached
 from novalm_jax.models.decoder import Decoder, DecoderLayer
-from novalm_jax.models.norms import RMSNorm
-from parts_helpers import random, randomise, same_bits, wide
-
-# --- norm ------------------------------------------------------------------------------------------------------------
-
-
-def test_rms_norm_is_x_over_its_root_mean_square_times_the_scale() -> None:
-    norm = RMSNorm(12, 0.3, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    scale = randomise(norm)["scale"]
-    x = random(2, 5, 12)
-    expected = wide(x) / np.sqrt((wide(x) ** 2).mean(-1, keepdims=True) + 0.3) * scale
-    np.testing.assert_allclose(norm(x), expected, atol=1e-6)
-
-
-def test_rms_norm_works_in_float32_and_rounds_before_the_scale() -> None:
-    norm = RMSNorm(64, 1e-6, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    randomise(norm)
-    x = random(8, 64, dtype=jnp.bfloat16) * jnp.asarray(300, jnp.bfloat16)
-    scaled = x.astype(jnp.float32) / jnp.sqrt(jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True) + 1e-6)
-    np.testing.assert_allclose(
-        wide(norm(x)), wide(scaled.astype(jnp.bfloat16) * norm.scale[...][None]), rtol=2**-8, atol=0
-    )
-    assert norm(x).dtype == jnp.bfloat16
-
+from parts_helpers import (
+    plain_rms,
+    plain_rotation,
+    random,
+    random_module,
+    rows_do_not_depend_on_company,
+    same_bits,
+    wide,
+)
 
 # --- rotary positions ------------------------------------------------------------------------------------------------
 
@@ -54,6 +37,11 @@ def expected_frequencies(config: RopeConfig, c: int, length: int) -> np.ndarray:
         f = config.theta ** (-2 * i / c)
         if config.kind == "linear":
             f /= config.factor
+        elif config.kind == "ntk":
+            f = (config.theta * config.factor ** (c / (c - 2))) ** (-2 * i / c)
+        elif config.kind == "longrope":
+            long = length > config.original_context
+            f /= (config.long_factors if long else config.short_factors)[i]
         elif config.kind == "dynamic":
             n = max(length, config.original_context)
             stretch = config.factor * n / config.original_context - (config.factor - 1)
@@ -81,6 +69,16 @@ ROPES = {
     "linear": RopeConfig(500.0, "linear", 4.0),
     "dynamic": RopeConfig(1e4, "dynamic", 4.0, 16),
     "llama3": RopeConfig(5e5, "llama3", 32.0, 8192, 1.0, 4.0),
+    "ntk": RopeConfig(1e4, "ntk", 8.0),
+    "longrope": RopeConfig(
+        1e4,
+        "longrope",
+        original_context=16,
+        short_factors=tuple(1 + i / 7 for i in range(32)),
+        long_factors=tuple(3 + i / 3 for i in range(32)),
+        attention_factor=1.2,
+        long_attention_factor=1.5,
+    ),
     "yarn": RopeConfig(1e6, "yarn", 4.0, 4096, attention_factor=1.1386),
     "yarn, not truncated": RopeConfig(100.0, "yarn", 4.0, 32, beta_fast=4.0, beta_slow=0.25, truncate=False),
     "yarn, no ramp": RopeConfig(1e4, "yarn", 4.0, 64, beta_fast=4.0, beta_slow=4.0, truncate=False),
@@ -95,8 +93,10 @@ def test_angles_follow_the_published_formulas(name: str) -> None:
     cos, sin = rope.angles(config, c, jnp.asarray(positions), jnp.asarray(lengths))
     for row, length in enumerate(lengths):
         angle = positions[row, :, None] * expected_frequencies(config, c, int(length))
-        np.testing.assert_allclose(cos[row], np.cos(angle) * config.attention_factor, atol=2e-5)
-        np.testing.assert_allclose(sin[row], np.sin(angle) * config.attention_factor, atol=2e-5)
+        long = config.kind == "longrope" and length > config.original_context
+        factor = config.long_attention_factor if long else config.attention_factor
+        np.testing.assert_allclose(cos[row], np.cos(angle) * factor, atol=2e-5)
+        np.testing.assert_allclose(sin[row], np.sin(angle) * factor, atol=2e-5)
     assert cos.dtype == sin.dtype == jnp.float32 and cos.shape == (2, 4, c // 2)
 
 
@@ -116,12 +116,26 @@ def test_dynamic_frequencies_move_only_past_the_models_own_context() -> None:
     assert not np.allclose(of(17), of(16), atol=1e-4)
 
 
-def test_rotation_turns_pairs_half_a_head_apart() -> None:
-    x, angle = random(2, 3, 4, 6), np.array([[[0.1, 1.0, 2.0]] * 3] * 2) * np.arange(1, 4)[None, :, None]
-    turned = rope.rotate(x, jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32))
-    pair = wide(x)[..., :3] + 1j * wide(x)[..., 3:]
-    expected = pair * np.exp(1j * angle)[:, :, None, :]
-    np.testing.assert_allclose(turned, np.concatenate([expected.real, expected.imag], -1), atol=1e-6)
+@pytest.mark.parametrize("moved", [3, 16, 17, 40])
+def test_longrope_is_short_up_to_and_with_the_original_context(moved: int) -> None:
+    config = ROPES["longrope"]
+    cos, _ = rope.angles(config, 64, jnp.full((1, 1), 2), jnp.full((1,), moved))
+    factors, scale = (config.short_factors, 1.2) if moved <= 16 else (config.long_factors, 1.5)
+    plain = 1e4 ** (-np.arange(0, 64, 2) / 64) / np.asarray(factors)
+    np.testing.assert_allclose(cos[0, 0], np.cos(2 * plain) * scale, atol=2e-6)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("dim", [6, 4])
+def test_rotation_turns_pairs_and_leaves_the_rest(dim: int, pairs: bool) -> None:
+    x, theta, positions = random(2, 3, 4, 6), 50.0, np.array([[1, 2, 9], [0, 3, 30]])
+    angle = positions[..., None] * theta ** (-np.arange(0, dim, 2) / dim)
+    cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
+    turned = rope.rotate(x, cos, sin, pairs=pairs)
+    for row in range(2):
+        expected = plain_rotation(wide(x)[row], positions[row], theta, dim, pairs=pairs)
+        np.testing.assert_allclose(turned[row], expected, atol=2e-6)
+    assert same_bits(turned[..., dim:], x[..., dim:])
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -132,12 +146,7 @@ def test_rotation_turns_pairs_half_a_head_apart() -> None:
 def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(width: int, dtype: Any) -> None:
     """At widths of real models, before rounding: the router's logits are used as they are."""
     x, weight = random(DECODE_ROWS[-1], 768, dtype=dtype), random(width, 768, seed=1, dtype=dtype)
-    found = []
-    for rows in DECODE_ROWS:
-        arguments = (x[:rows], weight)
-        product = compile_program(lambda x, weight: einsum("td,ed->te", x, weight), arguments)
-        found.append(np.asarray(product(*arguments))[: DECODE_ROWS[0]])
-    assert all(same_bits(found[0], more) for more in found)
+    assert rows_do_not_depend_on_company(lambda x, weight: einsum("td,ed->te", x, weight), lambda n: (x[:n], weight))
 
 
 # --- multipliers -----------------------------------------------------------------------------------------------------
@@ -149,12 +158,12 @@ def tiny_layer(residual_multiplier: float) -> LayerConfig:
 
 
 def test_the_residual_multiplier_scales_both_branches() -> None:
-    layer = DecoderLayer(tiny_layer(0.25), dtype=jnp.float32, rngs=nnx.Rngs(0))
+    layer, plain = (
+        random_module(lambda rngs, by=by: DecoderLayer(tiny_layer(by), dtype=jnp.float32, rngs=rngs))[0]
+        for by in (0.25, 1.0)
+    )
     x, branch = random(1, 3, 8), random(3, 8, seed=1)
     np.testing.assert_allclose(layer.add(x, branch), wide(x) + 0.25 * wide(branch)[None], atol=1e-6)
-    randomise(layer)
-    plain = DecoderLayer(tiny_layer(1.0), dtype=jnp.float32, rngs=nnx.Rngs(0))
-    randomise(plain)
     at = Positions(jnp.arange(3)[None], jnp.full((1,), 3))
     halves = [wide(module.attend(x, at, Uncached())[0]) - wide(x) for module in (layer, plain)]
     np.testing.assert_allclose(halves[0], 0.25 * halves[1], atol=1e-6)
@@ -172,11 +181,23 @@ def test_embedding_multiplier_and_logits_divisor() -> None:
         embedding_multiplier=12.0,
         logits_divisor=4.0,
     )
-    model = Decoder(config, rngs=nnx.Rngs(0))
-    values = randomise(model)
+    model, values = random_module(lambda rngs: Decoder(config, rngs=rngs))
     embedded = model.embed(jnp.asarray([[3, 0]], jnp.int32))
     np.testing.assert_allclose(embedded, 12 * values["embed.weight"][[3, 0]][None], rtol=1e-6)
     x = random(2, 8)
-    normal = wide(x) / np.sqrt((wide(x) ** 2).mean(-1, keepdims=True) + 1e-6) * values["norm.scale"]
+    normal = plain_rms(wide(x), 1e-6, values["norm.scale"])
     np.testing.assert_allclose(model.logits(x), normal @ values["embed.weight"].T / 4, atol=1e-6)
     assert "head.weight" not in values
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bias_of_the_head_is_added_before_the_division(tied: bool) -> None:
+    layer, norm = tiny_layer(1.0), NormConfig(0.2, "layer", True)
+    config = ModelConfig("phimoe", 11, 8, 64, norm, tied, (layer,), head_bias=True, logits_divisor=4.0)
+    model, values = random_module(lambda rngs: Decoder(config, rngs=rngs))
+    x = random(2, 3, 8) + 2.0
+    centred = wide(x) - wide(x).mean(-1, keepdims=True)
+    normal = plain_rms(centred, 0.2, values["norm.scale"]) + values["norm.bias"]
+    head = values["embed.weight" if tied else "head.weight"]
+    np.testing.assert_allclose(model.logits(x), (normal @ head.T + values["head_bias"]) / 4, atol=2e-6)
+    assert model.logits(x).dtype == jnp.float32

@@ -19,10 +19,10 @@ from novalm_jax.models.families.traits import (
 # Where a size must lie. Everything below builds lists of some of these lengths, so they are looked at first.
 _RANGES: Final[dict[str, tuple[int, int]]] = {
     **dict.fromkeys(("vocab_size", "hidden_size", "context_length", "num_heads", "sparse_step"), (1, MOST)),
-    **dict.fromkeys(("num_kv_heads", "head_dim", "window", "chunk", "rotary_dim"), (0, MOST)),
+    **dict.fromkeys(("num_kv_heads", "head_dim", "window", "rotary_dim"), (0, MOST)),
     **dict.fromkeys(("mlp_width", "expert_width", "shared_width", "first_sparse"), (0, MOST)),
     **dict.fromkeys(("kv_rank", "nope_dim", "rope_dim", "value_dim"), (0, MOST)),
-    **dict.fromkeys(("query_rank", "groups", "kept_groups", "no_rope_interval"), (1, MOST)),
+    **dict.fromkeys(("query_rank", "groups", "kept_groups", "no_rope_interval", "chunk"), (1, MOST)),
     "last_sparse": (-1, MOST),
     "num_shared": (0, 1_000),
     "num_layers": (1, 10_000),
@@ -88,6 +88,8 @@ def _misfits(traits: Traits) -> list[str]:
     problems = _latent_problems(traits) if traits.kv_rank or traits.nope_dim else _attention_problems(traits)
     if traits.activation not in ACTIVATIONS:
         problems.append(f"activation {traits.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if traits.clamped and traits.clamp_limit is None:
+        problems.append("clamp_limit is null, and the gate of the experts needs one")
     if traits.layer_types is not None:
         problems += _layer_type_problems(traits)
     for name, entries in (("rope_layers", traits.rope_layers or None), ("experts_per_token", traits.experts_per_token)):
@@ -180,7 +182,7 @@ def _group_problems(traits: Traits) -> list[str]:
     size = traits.num_experts // groups
     if kept > groups:
         return [f"{kept} groups are kept of {groups}"]
-    if (k := max(experts_per_token(traits))) > kept * size:
+    if (k := max(experts_per_token(traits), default=0)) > kept * size:
         return [f"{k} experts per token do not fit in {kept} groups of {size}"]
     if traits.group_rule == "sum_of_two" and size < 2:
         return ["a group is judged by its two best experts, and each has one"]
@@ -198,5 +200,7 @@ def _layer_type_problems(traits: Traits) -> list[str]:
         problems.append("layer_types names chunked_attention, but there is no length of a chunk")
     unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention", "chunked_attention"})
     if unknown:
-        problems.append(f"layer_types names {', '.join(unknown)}, of which nothing is known here")
+        problems.append(
+            f"layer_types names {', '.join(f'{name!r:.60}' for name in unknown)}, of which nothing is known here"
+        )
     return problems

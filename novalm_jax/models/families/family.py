@@ -141,6 +141,11 @@ class Family:
                     values[use.trait] = value
         if problems:
             raise ConfigError(f"config.json ({self.model_type}): {'; '.join(problems)}.")
+        if values["context_length"] < 1:
+            raise ConfigError(
+                f"config.json of a {self.model_type} model does not add up: context_length is "
+                f"{values['context_length']}, not positive."
+            )
         values["rope"] = read_rope(stored, self.rope, context_length=values["context_length"])
         values["context_length"] = stretched_context(values["rope"], values["context_length"])
         fraction = read_fraction(stored, self.rope)
@@ -174,6 +179,8 @@ class Family:
         flat: dict[str, Any] = {}
         sections = {name.split(".")[0] for name in self.fields if "." in name}
         for name, value in stored.items():
+            if "." in name:
+                raise ConfigError(f"config.json ({self.model_type}): {name!r:.60} = {_short(value)} is not known here.")
             if name not in sections:
                 flat[name] = value
             elif isinstance(value, Mapping):

@@ -44,6 +44,7 @@ FAMILY = Family(
     ),
     traits={
         "activation": "silu",
+        "clamped": True,
         "window_rule": "even",
         "sinks": True,
         "choose_first": True,

@@ -76,8 +76,13 @@ def read_rope(stored: Mapping[str, Any], dialect: RopeDialect, *, context_length
     theta = settings.pop("rope_theta", None)
     if not settings and stored.get("rope_parameters") is None and not stored.get("rope_scaling"):
         settings = dict(dialect.settings)
-    kind: Any = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
-    settings.pop("type", None)
+    given = [settings.pop(name, None) for name in ("rope_type", "type")]
+    kinds = [name for name in given if name is not None] or ["default"]
+    kind: Any = kinds[0]
+    if kinds[-1] != kind:
+        raise ConfigError(
+            f"config.json gives the kind of rotary embedding twice, as {kind!r:.60} and {kinds[-1]!r:.60}."
+        )
     known = ("default", "longrope") if dialect.two_mscales else tuple(_KINDS)
     if kind not in known:
         raise ConfigError(
@@ -120,8 +125,10 @@ def read_fraction(stored: Mapping[str, Any], dialect: RopeDialect) -> float | No
     Raises:
       ConfigError: it is not a share, or the family knows none.
     """
-    inner = _merged(stored).get(FRACTION)
-    value = stored.get(FRACTION) if inner is None else inner
+    inner, outer = _merged(stored).get(FRACTION), stored.get(FRACTION)
+    if inner is not None and outer is not None and inner != outer:
+        raise ConfigError(f"config.json gives {FRACTION} twice, as {inner!r:.60} and as {outer!r:.60}.")
+    value = outer if inner is None else inner
     if value is None:
         return None
     if fault := _fault(FRACTION, value):

@@ -101,6 +101,7 @@ class Traits:
     expert_joint: str = "no"
     expert_inputs_first: bool = False
     expert_down_inputs_first: bool = False
+    clamped: bool = False
     clamp_limit: float | None = None
     clamp_alpha: float = 1.0
     scores: str = "softmax"
@@ -316,7 +317,7 @@ def _moe(traits: Traits, k: int) -> MoEConfig:
             width=traits.expert_width,
             activation=ACTIVATIONS[traits.activation],
             bias=traits.expert_bias,
-            clamp=None if traits.clamp_limit is None else ClampConfig(traits.clamp_limit, traits.clamp_alpha),
+            clamp=ClampConfig(traits.clamp_limit, traits.clamp_alpha) if traits.clamp_limit is not None else None,
             joint=_literal(traits.expert_joint),
             inputs_first=traits.expert_inputs_first,
             down_inputs_first=traits.expert_down_inputs_first,
