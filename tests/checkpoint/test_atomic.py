@@ -187,7 +187,7 @@ def test_work_of_another_kind_is_not_taken_over(
     unfinished: Path, source: str, options: ConvertOptions, differing: str
 ) -> None:
     before = contents(unfinished.parent)
-    with pytest.raises(OptionError, match=rf"out.partial holds unfinished work of another kind: {differing}.*delete"):
+    with pytest.raises(OptionError, match=rf"out.partial holds unfinished work of another kind: {differing}.*Delete"):
         convert_checkpoint(GOLDEN / source, unfinished, options)
     assert contents(unfinished.parent) == before
 
