@@ -44,7 +44,7 @@ _HEAD = 256
 
 
 # Bounds of what `sample` takes beside its arguments, in bytes; a test holds them against the compiled programs.
-_WORKSPACE, _WORKSPACE_PER_TOKEN, _WORKSPACE_PER_ROW = 16384, 36, 512
+_WORKSPACE, _WORKSPACE_PER_TOKEN, _WORKSPACE_PER_ROW = 16384, 38, 512
 
 
 class Sampled(NamedTuple):
