@@ -134,10 +134,11 @@ def empty_experts_unwritten(patch: Patch) -> None:
 def experts_have_a_capacity(patch: Patch) -> None:
     right = kernel.grouped
 
-    def products(x: jax.Array, ids: jax.Array, weights: Any, activation: Any, group: int) -> jax.Array:
-        chosen = jax.nn.one_hot(ids, weights.gate.shape[0], dtype=jnp.int32)
+    def products(x: jax.Array, ids: jax.Array, weights: Any, config: Any, group: int, scales: Any) -> jax.Array:
+        chosen = jax.nn.one_hot(ids, weights.down.shape[0], dtype=jnp.int32)
         place = (jnp.cumsum(chosen, axis=0) * chosen).max(-1)
-        return right(x, jnp.where(place <= group // 2, ids, weights.gate.shape[0]), weights, activation, group)
+        served = jnp.where(place <= group // 2, ids, weights.down.shape[0])
+        return right(x, served, weights, config, group, scales)
 
     patch.setattr(kernel, "grouped", products)
 
