@@ -268,5 +268,6 @@ def test_causal_architectures_are_fine(names: Any) -> None:
 def test_unsupported_model_types_name_the_supported_ones() -> None:
     text = message(stored("llama") | {"model_type": "bert"})
     assert "'bert'" in text and all(family in text for family in FAMILIES)
-    for config in ({}, {"model_type": None}, {"model_type": ["llama"]}):
+    nothing: Any = None
+    for config in ({}, {"model_type": None}, {"model_type": ["llama"]}, nothing):
         assert "no model_type" in message(config)

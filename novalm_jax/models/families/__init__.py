@@ -23,7 +23,7 @@ def find_family(stored: Mapping[str, Any]) -> Family:
     Raises:
       ConfigError: no `model_type`, or one without a table.
     """
-    model_type = stored.get("model_type")
+    model_type = stored.get("model_type") if isinstance(stored, Mapping) else None
     if not isinstance(model_type, str):
         raise ConfigError("config.json has no model_type, so nothing says which network this is.")
     if model_type not in FAMILIES:
