@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from novalm_jax.checkpoint.conversion import convert_checkpoint
 from novalm_jax.checkpoint.load import load_model
@@ -23,6 +23,7 @@ from novalm_jax.checkpoint.write import Plan
 from novalm_jax.convert import main
 from novalm_jax.errors import CheckpointError
 from novalm_jax.options import ConvertOptions
+from tiny_checkpoints import assert_same, tensors
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
@@ -30,18 +31,6 @@ CASES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 NEEDLESS = {"deepseek_v3-hub", "glm4_moe-hub", "llama4"}
 # Folders whose tensors have other names than the hub's, and the folder with the same weights under those.
 OTHER_LAYOUTS = {"mixtral-packed": "mixtral", "qwen3_moe-packed": "qwen3_moe", "qwen3_moe-w123": "qwen3_moe"}
-
-
-def tensors(folder: Path) -> dict[str, np.ndarray]:
-    """All tensors of a folder, as the safetensors library reads them."""
-    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
-
-
-def assert_same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    assert sorted(found) == sorted(wanted)
-    for name, value in wanted.items():
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
-        assert found[name].tobytes() == value.tobytes(), name
 
 
 run_model = jax.jit(lambda model, ids: model(ids))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 BOS, EOS, USER, ASSISTANT, SYSTEM = range(5)
@@ -198,3 +198,16 @@ def _feed_forward_shapes(config: Mapping[str, Any], layer: str) -> dict[str, tup
     for prefix in [f"{inner}experts.{e}." for e in range(experts)] or [inner]:
         shapes |= {f"{prefix}{name}.weight": (f, d) for name in names[:2]} | {f"{prefix}{names[2]}.weight": (d, f)}
     return shapes
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a folder, as the safetensors library reads them."""
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def assert_same(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:
+    """Fails unless both hold the same tensors, bit for bit."""
+    assert sorted(found) == sorted(wanted)
+    for name, value in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        assert found[name].tobytes() == value.tobytes(), name

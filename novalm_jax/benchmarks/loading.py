@@ -15,12 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from novalm_jax.checkpoint.header import open_file, unreadable
-from novalm_jax.checkpoint.load import Checkpoint, abstract_model
+from novalm_jax.checkpoint.load import Checkpoint, parameter_dtypes
 from novalm_jax.errors import CheckpointError
-from novalm_jax.models.params import parameters_of
 from novalm_jax.options import LoadBenchOptions
 from novalm_jax.units import format_size
 
@@ -94,8 +91,7 @@ def measure_loading(model: str | Path, options: LoadBenchOptions) -> LoadRates:
     pieces = [piece for assignment in checkpoint.weights.assignments for piece in assignment.pieces]
     files = sorted({piece.tensor.file for piece in pieces})
 
-    parameters = parameters_of(abstract_model(checkpoint.config, options.dtype))
-    dtypes = {path: np.dtype(parameter.dtype) for path, parameter in parameters.items()}
+    dtypes = parameter_dtypes(checkpoint.config, options.dtype)
 
     def load() -> None:
         with closing(checkpoint.read(dtypes)) as read:

@@ -107,7 +107,7 @@ class Work:
             try:
                 self._take_over()
             except BaseException:
-                os.close(self._lock)
+                self._let_go()
                 with suppress(OSError):
                     os.rmdir(self.folder)  # only where it is empty
                 raise
@@ -119,8 +119,7 @@ class Work:
         with suppress(OSError):
             if kind is not None and not self._worth_keeping():
                 shutil.rmtree(self.folder)
-        os.close(self._lock)
-        self._lock = -1
+        self._let_go()
 
     def holds(self, name: str, size: int, start: bytes = b"") -> bool:
         """Whether this file is complete: of `size` bytes, and beginning with `start`."""
@@ -225,13 +224,15 @@ class Work:
         except (BlockingIOError, FileNotFoundError):
             mine = False
         except BaseException:
-            os.close(self._lock)
-            self._lock = -1
+            self._let_go()
             raise
         if not mine:
-            os.close(self._lock)
-            self._lock = -1
+            self._let_go()
             raise OptionError(f"another process is at work in {self.folder}. Let it end first.")
+
+    def _let_go(self) -> None:
+        os.close(self._lock)
+        self._lock = -1
 
     def _take_over(self) -> None:
         """Keeps what the same work has completed, and nothing else."""

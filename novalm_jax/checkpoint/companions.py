@@ -13,30 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from novalm_jax.checkpoint.atomic import Work
+from novalm_jax.checkpoint.files import CONFIG, FROM_OTHERS, FROM_TORCH
 from novalm_jax.checkpoint.header import open_file, reason_of, unreadable
 from novalm_jax.checkpoint.hub import find_folder
 from novalm_jax.errors import CheckpointError, ConfigError
 
-CONFIG = "config.json"
 WEIGHTS = "weights"
 """The folder of weights in a folder that holds them as Orbax does."""
 
 _DTYPE_FIELDS = ("dtype", "torch_dtype")
 # Other forms of the weights, and lists of the files that held them. Copies would be large, or would not be true.
-_WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pth",
-    ".pt",
-    ".ckpt",
-    ".h5",
-    ".msgpack",
-    ".gguf",
-    ".npz",
-    ".npy",
-    ".onnx",
-    ".tflite",
-)
+_WEIGHTS = (".safetensors", *FROM_TORCH, *FROM_OTHERS, ".npy", ".onnx", ".tflite")
 _OF_WEIGHTS = (".index.json", ".onnx_data", ".incomplete", ".lock")
 _LARGEST = 1 << 28
 

@@ -10,11 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from novalm_jax.checkpoint.atomic import Work, check_destination
 from novalm_jax.checkpoint.companions import (
-    CONFIG,
     WEIGHTS,
     Companions,
     config_bytes,
@@ -22,16 +19,14 @@ from novalm_jax.checkpoint.companions import (
     read_bytes,
     with_dtype,
 )
-from novalm_jax.checkpoint.files import TensorReader
-from novalm_jax.checkpoint.header import read_json
+from novalm_jax.checkpoint.files import CONFIG, TensorReader
 from novalm_jax.checkpoint.hub import find_folder
-from novalm_jax.checkpoint.load import Checkpoint, abstract_model
+from novalm_jax.checkpoint.load import Checkpoint, parameter_dtypes
 from novalm_jax.checkpoint.sources import Source, StoredSource
 from novalm_jax.checkpoint.write import Plan
 from novalm_jax.config import ModelConfig
 from novalm_jax.errors import CheckpointError, some
-from novalm_jax.models.families import find_family
-from novalm_jax.models.params import parameters_of
+from novalm_jax.models.families.family import Family
 from novalm_jax.options import ConvertOptions
 
 if TYPE_CHECKING:
@@ -86,12 +81,12 @@ def convert_checkpoint(source: str | Path, destination: str | Path, options: Con
 
         with OrbaxSource(folder) as orbax:
             files = [path for path in (folder / WEIGHTS).rglob("*") if path.is_file()]
-            return _convert(_Opened(folder, orbax.raw, orbax.config, orbax, files), place, options)
+            return _convert(_Opened(folder, orbax.raw, orbax.family, orbax.config, orbax, files), place, options)
     checkpoint = Checkpoint.open(folder)
     with TensorReader() as reader:
-        weights, raw = StoredSource(checkpoint.weights, reader), read_json(folder / CONFIG)
-        opened = _Opened(folder, raw, checkpoint.config, weights, weights.files, checkpoint.weights.ignored)
-        return _convert(opened, place, options)
+        weights, needless = StoredSource(checkpoint.weights, reader), checkpoint.weights.ignored
+        described = (checkpoint.raw, checkpoint.family, checkpoint.config)
+        return _convert(_Opened(folder, *described, weights, weights.files, needless), place, options)
 
 
 @dataclass(frozen=True)
@@ -100,6 +95,7 @@ class _Opened:
 
     folder: Path
     raw: Mapping[str, Any]
+    family: Family
     config: ModelConfig
     weights: Source
     files: Collection[Path]
@@ -122,10 +118,9 @@ def _form(source: _Opened, options: ConvertOptions) -> Plan | OrbaxPlan:
     """All that is to be written, planned."""
     dtypes = None
     if options.dtype != "as-stored":
-        parameters = parameters_of(abstract_model(source.config, options.dtype))
-        dtypes = {path: np.dtype(param.dtype) for path, param in parameters.items()}
+        dtypes = parameter_dtypes(source.config, options.dtype)
     if options.to == "safetensors":
-        return Plan.of(find_family(source.raw), source.weights, dtypes, options.shard_bytes)
+        return Plan.of(source.family, source.weights, dtypes, options.shard_bytes)
     from novalm_jax.checkpoint.orbax import OrbaxPlan
 
     return OrbaxPlan.of(source.weights, dtypes)

@@ -27,13 +27,14 @@ from novalm_jax.checkpoint.header import (
 from novalm_jax.checkpoint.hub import cached_name
 from novalm_jax.errors import CheckpointError, some
 
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 _MAX_READ = 1 << 30  # Linux cuts a read at 2 GiB, macOS refuses it
 _NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.safetensors")
-_FROM_TORCH = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack")
-_FROM_OTHERS = (".gguf", ".npz")
+FROM_TORCH = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack")
+FROM_OTHERS = (".gguf", ".npz")
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -235,19 +236,19 @@ def _files_without_index(folder: Path, names: Sequence[str], problems: list[str]
 def _no_safetensors(names: Sequence[str]) -> str:
     if not names:
         return "the folder is empty. Download the checkpoint into it."
-    if "weights" in names and "config.json" in names:
+    if "weights" in names and CONFIG in names:
         return (
             "this is an Orbax checkpoint. nova.load_orbax reads it; `python -m novalm_jax.convert` turns it into "
             ".safetensors files."
         )
     if "snapshots" in names:
         return "this is a download cache. Give the folder of one version, under snapshots/."
-    if found := [name for name in names if name.endswith(_FROM_TORCH)]:
+    if found := [name for name in names if name.endswith(FROM_TORCH)]:
         return (
             f"holds {some(found)}, a format that is not read; only .safetensors files are. Convert it once with "
             "transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
         )
-    if found := [name for name in names if name.endswith(_FROM_OTHERS)]:
+    if found := [name for name in names if name.endswith(FROM_OTHERS)]:
         return (
             f"holds {some(found)}, a format that is not read; only .safetensors files are. Download the original "
             "checkpoint that this file was converted from."

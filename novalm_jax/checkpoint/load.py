@@ -21,15 +21,16 @@ import numpy as np
 from flax import nnx
 
 from novalm_jax.checkpoint.dtypes import numpy_dtype, rounded
-from novalm_jax.checkpoint.files import TensorReader, list_tensors
+from novalm_jax.checkpoint.files import CONFIG, TensorReader, list_tensors
 from novalm_jax.checkpoint.header import StoredTensor, read_json
 from novalm_jax.checkpoint.hub import find_folder
-from novalm_jax.checkpoint.mapping import Assignment, Piece, WeightMap, map_weights
+from novalm_jax.checkpoint.mapping import Assignment, Piece, Shape, WeightMap, map_weights
 from novalm_jax.checkpoint.progress import Advance, bytes_bar
 from novalm_jax.config import ModelConfig
 from novalm_jax.errors import CheckpointError, ConfigError
 from novalm_jax.models.decoder import Decoder
 from novalm_jax.models.families import find_family
+from novalm_jax.models.families.family import Family
 from novalm_jax.models.params import parameters_of
 from novalm_jax.options import check_dtype
 
@@ -48,7 +49,7 @@ _PART = 8 << 20
 _FAR_TOO_MANY = 100
 """Weights that config.json asks for, for each byte that is stored."""
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
 """XLA's CPU backend takes over a numpy buffer with this alignment instead of copying it."""
 
 
@@ -58,11 +59,15 @@ class Checkpoint:
 
     Attributes:
       folder: where it is.
+      raw: the content of its config.json.
+      family: the table that config.json is read with.
       config: the model it holds.
       weights: which stored bytes fill which parameter.
     """
 
     folder: Path
+    raw: Mapping[str, Any]
+    family: Family
     config: ModelConfig
     weights: WeightMap
 
@@ -81,14 +86,10 @@ class Checkpoint:
             )
         folder = find_folder(folder)
         stored = list_tensors(folder)
-        raw = read_json(folder / "config.json")
-        try:
-            family = find_family(raw)
-            config = family.read_config(raw)
-        except ConfigError as error:
-            raise ConfigError(f"{folder}: {error}") from None
+        raw, family, config = read_config(folder)
         shapes = _shapes(folder, config, stored)
-        return cls(folder, config, map_weights(family, shapes, stored, family.count_extra_layers(raw)))
+        weights = map_weights(family, shapes, stored, family.count_extra_layers(raw))
+        return cls(folder, raw, family, config, weights)
 
     def load(self, dtype: str, put: Put) -> Decoder:
         """The model with its weights, each rounded once to `dtype` ("float32" or "bfloat16") and given to `put`.
@@ -150,7 +151,32 @@ def abstract_model(config: ModelConfig, dtype: str = "float32") -> Decoder:
     return nnx.eval_shape(lambda: Decoder(config, dtype=jnp.dtype(dtype), rngs=keys))
 
 
-def _shapes(folder: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """The shape of every parameter, by its path."""
+    return {path: tuple(param.shape) for path, param in parameters_of(abstract_model(config)).items()}
+
+
+def parameter_dtypes(config: ModelConfig, dtype: str) -> dict[str, np.dtype]:
+    """The type of every parameter, by its path, in a model of `dtype`: some stay float32 in any."""
+    return {path: np.dtype(param.dtype) for path, param in parameters_of(abstract_model(config, dtype)).items()}
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], Family, ModelConfig]:
+    """The content of a folder's config.json, the table that it is read with, and the model that it describes.
+
+    Raises:
+      CheckpointError: it cannot be read.
+      ConfigError: it is of no supported model.
+    """
+    raw = read_json(folder / CONFIG)
+    try:
+        family = find_family(raw)
+        return raw, family, family.read_config(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from None
+
+
+def _shapes(folder: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, Shape]:
     """The shape of every parameter.
 
     Raises:
@@ -159,7 +185,7 @@ def _shapes(folder: Path, config: ModelConfig, stored: Mapping[str, StoredTensor
     """
     asked, there = f"{len(config.layers)} layers", f"{len(stored)} tensors"
     if len(config.layers) <= len(stored):
-        shapes = {path: param.shape for path, param in parameters_of(abstract_model(config)).items()}
+        shapes = parameter_shapes(config)
         weights, size = sum(map(math.prod, shapes.values())), sum(tensor.nbytes for tensor in stored.values())
         if weights <= _FAR_TOO_MANY * size:
             return shapes
@@ -231,8 +257,8 @@ def _parts(piece: Piece, whole: np.ndarray) -> Iterator[_Part]:
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    offset = -raw.ctypes.data % _ALIGNMENT
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    offset = -raw.ctypes.data % ALIGNMENT
     return raw[offset : offset + size].view(dtype).reshape(shape)
 
 

@@ -21,7 +21,7 @@ from novalm_jax.models.families.family import Family, Flat, Fused, Packed, PerEx
 Shape = tuple[int, ...]
 
 FLOATS = ("F32", "BF16", "F16")
-"""Stored dtypes that weights are read from."""
+"""Stored dtypes that weights are read from, in the order in which files hold them: wide ones first."""
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 
 from novalm_jax.checkpoint.atomic import Work, check_destination
-from novalm_jax.checkpoint.companions import CONFIG, WEIGHTS, Companions, config_bytes, with_dtype
-from novalm_jax.checkpoint.dtypes import BFLOAT16
-from novalm_jax.checkpoint.header import read_json
+from novalm_jax.checkpoint.companions import WEIGHTS, Companions, config_bytes, with_dtype
+from novalm_jax.checkpoint.dtypes import BFLOAT16, rounded
+from novalm_jax.checkpoint.files import CONFIG
 from novalm_jax.checkpoint.hub import find_folder
-from novalm_jax.checkpoint.load import Shardings, abstract_model
+from novalm_jax.checkpoint.load import ALIGNMENT, Shardings, abstract_model, read_config
 from novalm_jax.checkpoint.mapping import Shape
 from novalm_jax.checkpoint.progress import bytes_bar
 from novalm_jax.checkpoint.sources import (
@@ -38,17 +38,14 @@ from novalm_jax.checkpoint.sources import (
     Source,
     check_parameters,
     common_dtype,
-    rounded,
 )
-from novalm_jax.errors import CheckpointError, ConfigError, WriteError
+from novalm_jax.errors import CheckpointError, WriteError
 from novalm_jax.models.decoder import Decoder
-from novalm_jax.models.families import find_family
 from novalm_jax.models.params import parameters_of
 from novalm_jax.options import check_dtype
 from novalm_jax.units import format_size
 
 _METADATA = "_METADATA"
-_ALIGNMENT = 64  # XLA's CPU backend takes over memory with this alignment instead of copying it
 # A device that restores part of an array reads whole chunks of it.
 _CHUNK = 64 << 20
 
@@ -132,6 +129,7 @@ class OrbaxSource:
     Attributes:
       folder: where it is.
       raw: the content of its config.json.
+      family: the table that config.json is read with.
       config: the model that describes.
       stored: parameter path -> the float type it is stored in.
     """
@@ -145,11 +143,7 @@ class OrbaxSource:
         """
         _require(folder)
         self.folder = folder
-        self.raw = read_json(folder / CONFIG)
-        try:
-            self.config = find_family(self.raw).read_config(self.raw)
-        except ConfigError as error:
-            raise ConfigError(f"{folder}: {error}") from None
+        self.raw, self.family, self.config = read_config(folder)
         self._path = (folder / WEIGHTS).resolve()
         self._checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
         self._held = Held()
@@ -272,7 +266,7 @@ class OrbaxPlan:
                 numbers = np.ascontiguousarray(source.read(path, None, self.dtypes[path]))
                 write(end, numbers.reshape(-1).view(np.uint8).data)
                 source.keep_only(())
-                starts[path], end = end, end + size + -size % _ALIGNMENT
+                starts[path], end = end, end + size + -size % ALIGNMENT
                 advance(size)
         return starts
 

@@ -15,17 +15,17 @@ from typing import Any, Final, Protocol
 import jax
 import numpy as np
 
-from novalm_jax.checkpoint.dtypes import BFLOAT16, numpy_dtype, rounded
+from novalm_jax.checkpoint.dtypes import numpy_dtype, rounded
 from novalm_jax.checkpoint.files import TensorReader
-from novalm_jax.checkpoint.load import abstract_model, read_parameter
-from novalm_jax.checkpoint.mapping import Assignment, Shape, WeightMap
+from novalm_jax.checkpoint.load import parameter_shapes, read_parameter
+from novalm_jax.checkpoint.mapping import FLOATS, Assignment, Shape, WeightMap
 from novalm_jax.config import ModelConfig
 from novalm_jax.errors import CheckpointError, some
 from novalm_jax.models.decoder import Decoder
 from novalm_jax.models.families import find_family
 from novalm_jax.models.params import parameters_of
 
-FLOAT_CODES = {np.dtype(np.float32): "F32", BFLOAT16: "BF16", np.dtype(np.float16): "F16"}
+FLOAT_CODES = {numpy_dtype(code): code for code in FLOATS}
 """The float types that weights are stored in, with their safetensors codes."""
 
 IN_MEMORY: Final = {"source": "a model in memory"}
@@ -172,7 +172,7 @@ def check_parameters(what: str, shapes: Mapping[str, Shape], config: ModelConfig
     Raises:
       CheckpointError: some are missing, are too many or have another shape; all of them in one message.
     """
-    wanted = {path: tuple(param.shape) for path, param in parameters_of(abstract_model(config)).items()}
+    wanted = parameter_shapes(config)
     missing = [path for path in wanted if path not in shapes]
     unexpected = [path for path in shapes if path not in wanted]
     misshapen = [

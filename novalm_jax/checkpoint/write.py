@@ -19,7 +19,7 @@ from novalm_jax.checkpoint.atomic import Work, check_destination
 from novalm_jax.checkpoint.companions import Companions, config_bytes, with_dtype
 from novalm_jax.checkpoint.dtypes import numpy_dtype
 from novalm_jax.checkpoint.files import INDEX, SINGLE
-from novalm_jax.checkpoint.mapping import TensorOut, written_tensors
+from novalm_jax.checkpoint.mapping import FLOATS, TensorOut, written_tensors
 from novalm_jax.checkpoint.progress import Advance, bytes_bar
 from novalm_jax.checkpoint.sources import FLOAT_CODES, IN_MEMORY, ModelSource, Source, common_dtype
 from novalm_jax.models.decoder import Decoder
@@ -27,9 +27,6 @@ from novalm_jax.models.families import find_family
 from novalm_jax.models.families.family import Family
 from novalm_jax.options import ConvertOptions
 from novalm_jax.units import format_size
-
-# The safetensors library puts wide types first, so that all are aligned, and names of one type in order.
-_ORDER = ("F32", "BF16", "F16")
 
 
 @dataclass(frozen=True)
@@ -182,7 +179,8 @@ def _shard(name: str, tensors: Sequence[Tensor]) -> Shard:
     """The file that the safetensors library would write. It cannot be used: it takes all tensors of a file at once."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     placed, end = {}, 0
-    for tensor in sorted(tensors, key=lambda tensor: (_ORDER.index(tensor.code), tensor.out.name)):
+    # Wide types first, so that all are aligned, and names of one type in order.
+    for tensor in sorted(tensors, key=lambda tensor: (FLOATS.index(tensor.code), tensor.out.name)):
         start, end = end, end + tensor.nbytes
         placed[tensor.out.name] = Tensor(tensor.out, tensor.code, start)
         entries[tensor.out.name] = {

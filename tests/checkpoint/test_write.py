@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 import novalm_jax as nova
 from novalm_jax.checkpoint.atomic import Work
@@ -22,23 +22,13 @@ from novalm_jax.checkpoint.load import load_model
 from novalm_jax.errors import CheckpointError, ConfigError, OptionError, WriteError
 from novalm_jax.models.params import parameters_of
 from novalm_jax.options import ConvertOptions
+from tiny_checkpoints import assert_same, tensors
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def raw_config(case: str) -> dict[str, Any]:
     return json.loads((GOLDEN / case / "config.json").read_text())
-
-
-def tensors(folder: Path) -> dict[str, np.ndarray]:
-    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
-
-
-def assert_same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    assert sorted(found) == sorted(wanted)
-    for name, value in wanted.items():
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
-        assert found[name].tobytes() == value.tobytes(), name
 
 
 # --- models in memory ------------------------------------------------------------------------------------------------
