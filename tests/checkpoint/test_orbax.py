@@ -189,8 +189,6 @@ def test_a_folder_that_is_no_such_checkpoint_is_told_what_it_lacks(stored: Path,
         nova.load_orbax(stored, dtype="int8")
 
 
-# Orbax forgets the other reads of a restore that fails; that they fail too is said where they are collected.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", ["truncated", "gone", "metadata"])
 def test_damaged_weights_are_named(damage: str, stored: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
@@ -205,8 +203,11 @@ def test_damaged_weights_are_named(damage: str, stored: Path, tmp_path: Path) ->
     said = (
         "does not hold the parameters" if damage == "metadata" else f"{folder / 'weights'}: the weights cannot be read"
     )
-    assert said in refusal(folder)
-    gc.collect()
+    # Orbax forgets the other reads of a restore that fails, and they die whenever they end: in a process of their own.
+    code = "import sys, novalm_jax as nova; nova.load_orbax(sys.argv[1])"
+    run = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1
+    assert f"CheckpointError: {said}" in run.stderr or f"CheckpointError: {folder} {said}" in run.stderr
 
 
 def test_weights_of_another_model_are_refused(stored: Path, tmp_path: Path) -> None:
