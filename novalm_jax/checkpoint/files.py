@@ -11,6 +11,7 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -124,6 +125,23 @@ class TensorReader:
             raise CheckpointError(_read_failed(tensor, start + done, reason_of(error))) from error
         finally:
             self._end(done)
+
+    def announce(self, tensor: StoredTensor, start: int, nbytes: int) -> None:
+        """Tells the system, where it can be told, that these bytes of `tensor` are read soon. Does not wait for them.
+
+        Raises:
+          CheckpointError: the file went away.
+          ValueError: the reader is closed.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            return
+        file = self._begin(tensor.file)
+        try:
+            # No more than advice: a file system that takes none still reads.
+            with suppress(OSError):
+                os.posix_fadvise(file, tensor.offset + start, nbytes, os.POSIX_FADV_WILLNEED)
+        finally:
+            self._end(0)
 
     def close(self) -> None:
         """Closes the files once the reads that are running have ended. Reads that come later raise ValueError."""

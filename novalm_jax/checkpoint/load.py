@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -45,6 +45,12 @@ _READERS = max(2, min(8, os.cpu_count() or 1))
 
 _PART = 8 << 20
 """Bytes that one of them reads at a time."""
+
+_AHEAD = 32 << 20
+"""Bytes that the disk is told of before they are read."""
+
+_ANNOUNCED = 1 << 20
+"""Bytes that it is told of at a time: Linux cuts longer announcements down to its own idea of reading ahead."""
 
 _FAR_TOO_MANY = 100
 """Weights that config.json asks for, for each byte that is stored."""
@@ -116,8 +122,15 @@ class Checkpoint:
             ThreadPoolExecutor(_READERS) as pool,
             bytes_bar("loading", self.weights.nbytes) as advance,
         ):
-            for assignment in sorted(self.weights.assignments, key=_place):
-                yield assignment.path, read_parameter(reader, assignment, dtypes[assignment.path], advance, pool)
+            order = sorted(self.weights.assignments, key=_place)
+            announce = _announcer(reader, [piece for assignment in order for piece in assignment.pieces])
+
+            def read(count: int) -> None:
+                advance(count)
+                announce(count)
+
+            for assignment in order:
+                yield assignment.path, read_parameter(reader, assignment, dtypes[assignment.path], read, pool)
 
 
 def load_model(path: str | Path, dtype: str = "float32", shardings: Shardings | None = None) -> Decoder:
@@ -253,6 +266,29 @@ def _parts(piece: Piece, whole: np.ndarray) -> Iterator[_Part]:
     step = max(1, _PART // max(1, row_bytes))
     for row in range(0, len(out), step):
         yield _Part(piece.tensor, piece.start + row * row_bytes, out[row : row + step])
+
+
+def _announcer(reader: TensorReader, pieces: Sequence[Piece]) -> Advance:
+    """Announces the first pieces, and gives a function that goes on whenever some bytes of them were read.
+
+    The rows of a parameter often lie among those of others. The system sees jumps, and reads nothing ahead by itself.
+    """
+    ranges = (
+        (piece.tensor, piece.start + start, min(_ANNOUNCED, piece.nbytes - start))
+        for piece in pieces
+        for start in range(0, piece.nbytes, _ANNOUNCED)
+    )
+    room = 0
+
+    def announce(count: int) -> None:
+        nonlocal room
+        room += count
+        while room > 0 and (found := next(ranges, None)):
+            reader.announce(*found)
+            room -= found[2]
+
+    announce(_AHEAD)
+    return announce
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -306,6 +306,45 @@ def test_files_that_the_index_does_not_name_are_not_read(tmp_path: Path) -> None
     assert_holds(weights_of(folder), tensors, "float32")
 
 
+# --- announcements ---------------------------------------------------------------------------------------------------
+
+
+def test_the_disk_is_told_of_every_byte_once_and_never_far_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = draw()
+    folder = write_shards(tmp_path, tensors)
+    events: list[tuple[str, int, int]] = []
+    right = os.preadv
+    monkeypatch.setattr(load, "_AHEAD", 1000)
+    monkeypatch.setattr(load, "_ANNOUNCED", 100)
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, size, _: events.append(("told", start, size)))
+
+    def read(file: int, buffers: list[memoryview], start: int) -> int:
+        events.append(("read", start, len(buffers[0])))
+        return right(file, buffers, start)
+
+    checkpoint = Checkpoint.open(folder)
+    monkeypatch.setattr(os, "preadv", read)
+    checkpoint.load("float32", lambda _, buffer: jnp.asarray(buffer))
+    told, seen = ([size for kind, _, size in events if kind == name] for name in ("told", "read"))
+    assert sum(told) == sum(seen) == checkpoint.weights.nbytes and max(told) == 100
+    ahead = np.cumsum([size if kind == "told" else -size for kind, _, size in events])
+    assert ahead[9] == 1000 and max(ahead) < 1000 + 100
+
+
+def test_a_file_system_that_takes_no_advice_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    tensors = draw()
+    folder = write(tmp_path, tensors)
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    assert_holds(weights_of(folder), tensors, "float32")
+    monkeypatch.delattr(os, "posix_fadvise")
+    assert_holds(weights_of(folder), tensors, "float32")
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
