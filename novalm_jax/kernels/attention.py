@@ -1,4 +1,5 @@
-"""Causal grouped-query attention: the plain form, and the one over a cache that costs what the true length costs.
+"""Causal grouped-query attention: the plain form, one of whole sequences that computes little that is not seen, and
+one over a cache that costs what the true length costs.
 
 Scores, softmax and sums are float32. Layouts: queries `[..., t, h, c]`; keys and values of the cache `[rows, g, s, c]`,
 h a multiple of g, so that a head's positions are contiguous. Caches may be in storage form.
@@ -34,6 +35,12 @@ class Rule(NamedTuple):
     chunk: int | None = None
 
 
+_LEAST_BLOCK = 128
+"""Queries of a block of `blocked`, at least."""
+
+_MOST_BLOCKS = 8
+"""Blocks of it, at most."""
+
 ReadBlock = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 """Row and number of a block of cache positions -> its keys `[g, block, c]` and values `[g, block, c']`."""
 
@@ -62,6 +69,35 @@ def reference(q: jax.Array, k: jax.Array, v: jax.Array, rule: Rule, sinks: jax.A
     weights = jax.nn.softmax(scores, axis=-1)[..., :t]
     mixed = einsum("bgnts,bsgc->btgnc", weights, v.astype(jnp.float32))
     return mixed.reshape(b, t, h, v.shape[-1]).astype(q.dtype)
+
+
+def blocked(q: jax.Array, k: jax.Array, v: jax.Array, rule: Rule, sinks: jax.Array | None = None) -> jax.Array:
+    """As `reference`, a block of queries after another: half the work, and scores that stay small. Differentiable.
+
+    The program grows with the number of blocks, so that there are no more than `_MOST_BLOCKS` of them.
+    """
+    b, t, h, c = q.shape
+    g, n, dim = k.shape[2], h // k.shape[2], v.shape[-1]
+    block = max(_LEAST_BLOCK, -(-t // _MOST_BLOCKS))
+    q = q.transpose(0, 2, 1, 3).reshape(b, g, n, t, c)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3).astype(jnp.float32)
+    mixed = []
+    for start in range(0, max(t, 1), block):
+        end = min(start + block, t)
+        # The first key that any query of the block sees.
+        first = max(0 if rule.window is None else start - rule.window + 1, 0)
+        first = max(0 if rule.chunk is None else start // rule.chunk * rule.chunk, first)
+        # The heads of a group share keys: one product for all of them.
+        queries = q[:, :, :, start:end].reshape(b, g, n * (end - start), c)
+        scores = einsum("bgtc,bgsc->bgts", queries, k[:, :, first:end]) * rule.scale
+        seen = _visible(jnp.arange(start, end)[:, None], jnp.arange(first, end)[None, :], rule)
+        scores = jnp.where(jnp.tile(seen, (n, 1))[None, None], scores, _NEVER)
+        if sinks is not None:
+            sink = jnp.repeat(sinks.astype(jnp.float32).reshape(1, g, n), end - start, axis=-1)[..., None]
+            scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., : end - first]
+        mixed.append(einsum("bgts,bgsc->bgtc", weights, v[:, :, first:end]).reshape(b, g, n, end - start, dim))
+    return jnp.concatenate(mixed, axis=3).reshape(b, h, t, dim).transpose(0, 2, 1, 3).astype(q.dtype)
 
 
 def cached(

@@ -46,7 +46,7 @@ class Uncached:
         self, q: jax.Array, k: jax.Array, v: jax.Array, rule: Rule, sinks: jax.Array | None
     ) -> tuple[jax.Array, Uncached]:
         """As `KV.attend`, for sequences that begin with these tokens."""
-        return kernel.reference(q, k, v, rule, sinks), self
+        return kernel.blocked(q, k, v, rule, sinks), self
 
     def attend_latent(self, q: jax.Array, latents: jax.Array, up: Up, rule: Rule) -> tuple[jax.Array, Uncached]:
         """As `KV.attend_latent`, for sequences that begin with these tokens."""

@@ -19,7 +19,7 @@ from novalm_jax.kernels.linear import einsum
 from novalm_jax.models.attention import Attention, Cache, Positions, Uncached
 from novalm_jax.models.linear import GatedMLP, Linear
 from novalm_jax.models.mla import LatentAttention
-from novalm_jax.models.moe import MoE
+from novalm_jax.models.moe import MoE, RouterTrace
 from novalm_jax.models.norms import make_norm
 from novalm_jax.models.params import parameter, zeros
 from novalm_jax.models.router import Routing
@@ -56,15 +56,23 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x: jax.Array, at: Positions, kv: Cache) -> tuple[jax.Array, Cache]:
         """`x [b, t, d]` -> `[b, t, d]` and the cache that follows, with all weights at hand."""
         x, kv = self.attend(x, at, kv)
-        with jax.named_scope("feed_forward"):
-            h = self.feed_forward_norm(x)
-            return self.add(x, self.feed_forward(h.reshape(x.shape[0] * x.shape[1], h.shape[-1]))), kv
+        return self.feed(x)[0], kv
 
     def attend(self, x: jax.Array, at: Positions, kv: Cache) -> tuple[jax.Array, Cache]:
         """The attention half of the layer."""
         with jax.named_scope("attention"):
             out, kv = self.attention(self.attention_norm(x), at, kv)
             return self.add(x, out), kv
+
+    def feed(self, x: jax.Array) -> tuple[jax.Array, RouterTrace | None]:
+        """The feed-forward half of the layer, with all weights at hand; of a layer with experts also the trace."""
+        with jax.named_scope("feed_forward"):
+            h = self.feed_forward_norm(x)
+            h = h.reshape(x.shape[0] * x.shape[1], h.shape[-1])
+            if isinstance(self.feed_forward, MoE):
+                out, trace = self.feed_forward.traced(h)
+                return self.add(x, out), trace
+            return self.add(x, self.feed_forward(h)), None
 
     def route(self, x: jax.Array) -> Routed:
         """The feed-forward half up to the router split; for layers with experts."""
@@ -121,13 +129,19 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """int32 `tokens [b, t]` -> float32 logits `[b, t, v]`. Ids outside the vocabulary count as its nearest one."""
+        return self.traced(tokens)[0]
+
+    def traced(self, tokens: jax.Array) -> tuple[jax.Array, tuple[RouterTrace, ...]]:
+        """As calling the model, and what the router of each layer with experts did, for the `b * t` tokens in order."""
         b, t = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32)[None], (b, t))
         at = Positions(positions, jnp.full((b,), t, jnp.int32))
-        x, kv = self.embed(tokens), Uncached()
+        x, kv, traces = self.embed(tokens), Uncached(), []
         for layer in self.layers:
-            x, kv = layer(x, at, kv)
-        return self.logits(x)
+            x, kv = layer.attend(x, at, kv)
+            x, trace = layer.feed(x)
+            traces.append(trace)
+        return self.logits(x), tuple(trace for trace in traces if trace is not None)
 
     def _untied_head(self, *, dtype: Any, rngs: nnx.Rngs) -> Linear:
         return Linear(self.config.hidden_size, self.config.vocab_size, ("vocab", "embed"), dtype=dtype, rngs=rngs)

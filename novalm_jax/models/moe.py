@@ -5,7 +5,7 @@ Knows weights and sums. Refuses to know where a runtime keeps its experts.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,13 @@ def _value(param: nnx.Param | None) -> jax.Array | None:
     return None if param is None else param.get_value()
 
 
+class RouterTrace(NamedTuple):
+    """What the router of a layer did with some tokens: logits float32 `[t, e]`, and ids int32 `[t, k]`, best first."""
+
+    logits: jax.Array
+    ids: jax.Array
+
+
 class MoE(nnx.Module):
     """Routed experts and, beside them, an optional shared expert that sees every token."""
 
@@ -82,15 +89,27 @@ class MoE(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`x [t, d]` -> `[t, d]`, with all experts at hand."""
-        routing = self.route(x)
+        return self.traced(x)[0]
+
+    def traced(self, x: jax.Array) -> tuple[jax.Array, RouterTrace]:
+        """As calling the layer, and what its router did."""
+        logits = self.router_logits(x)
+        routing = self.choose(logits)
         weights, scales = self.experts.weights(), input_scales(self.config, routing)
-        return self.combine(x, kernel.reference(x, routing.ids, weights, self.config.expert, scales), routing.weights)
+        products = kernel.batched(x, routing.ids, weights, self.config.expert, scales=scales)
+        return self.combine(x, products, routing.weights), RouterTrace(logits, routing.ids)
 
     def route(self, x: jax.Array) -> Routing:
-        """Chooses experts for `x [t, d]`; logits and scores are float32 whatever the dtype of x."""
+        """Chooses experts for `x [t, d]`."""
+        return self.choose(self.router_logits(x))
+
+    def router_logits(self, x: jax.Array) -> jax.Array:
+        """What the choice of experts for `x [t, d]` is made from: `[t, e]`, float32 whatever the dtype of x."""
         logits = einsum("td,ed->te", x, self.router.weight[...])
-        if self.router.bias is not None:
-            logits += self.router.bias[...].astype(jnp.float32)[None]
+        return logits if self.router.bias is None else logits + self.router.bias[...].astype(jnp.float32)[None]
+
+    def choose(self, logits: jax.Array) -> Routing:
+        """The experts of each row of `logits [t, e]`, and their weights."""
         bias = None if self.choice_bias is None else self.choice_bias[...]
         return choose(logits, self.config.router, self.config.experts_per_token, bias)
 

@@ -54,6 +54,41 @@ def test_reference_attention(heads: str, rule: str, sunk: bool) -> None:
         np.testing.assert_allclose(out[row], plain(q[row], k[row], v[row], 0, RULES[rule], sinks), atol=2e-6)
 
 
+@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("t", "blocks"), [(9, 3), (12, 3), (7, 7), (5, 1)])
+def test_blocked_attention_and_its_gradients_are_those_of_the_reference(
+    t: int, blocks: int, rule: str, sunk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_LEAST_BLOCK", 1)
+    monkeypatch.setattr(attention, "_MOST_BLOCKS", blocks)
+    given = random(2, t, 6, 8), random(2, t, 2, 8, seed=1), random(2, t, 2, 5, seed=2), some_sinks(6)
+    towards = random(2, t, 6, 5, seed=3)
+
+    def total(kernel: Any, q: Any, k: Any, v: Any, sinks: Any) -> tuple[jax.Array, jax.Array]:
+        out = kernel(q, k, v, RULES[rule], sinks if sunk else None)
+        return (out * towards).sum(), out
+
+    runs = [
+        jax.grad(partial(total, kernel), argnums=(0, 1, 2, 3), has_aux=True)(*given)
+        for kernel in (attention.blocked, attention.reference)
+    ]
+    for found, expected in zip(*map(jax.tree.leaves, runs), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rule", "part"), [("everything", 0.6), ("window 5", 0.4), ("chunk 12", 0.4)])
+def test_blocked_attention_leaves_out_what_is_not_seen(rule: str, part: float) -> None:
+    """Operations as XLA counts them, of 1024 positions in 8 blocks."""
+    shapes = [jax.ShapeDtypeStruct((1, 1024, heads, 64), jnp.float32) for heads in (4, 2, 2)]
+
+    def counted(kernel: Any) -> float:
+        compiled = jax.jit(lambda q, k, v: kernel(q, k, v, RULES[rule])).lower(*shapes).compile()
+        return compiled.cost_analysis()["flops"]
+
+    assert counted(attention.blocked) < part * counted(attention.reference)
+
+
 S, BLOCK = 32, 8
 """Positions in a cache of these tests, and how many of them attention takes at a time."""
 

@@ -88,12 +88,11 @@ def min_of(x: np.ndarray, most: float) -> np.ndarray:
 
 @partial(jax.jit, static_argnames=("kernel", "config"))
 def run(kernel: str, x: Any, ids: Any, weights: Weights, config: ExpertConfig, scales: Any = None) -> jax.Array:
-    if kernel.startswith("grouped"):
-        return experts.grouped(x, ids, weights, config, int(kernel.split()[-1]), scales)
-    return getattr(experts, kernel)(x, ids, weights, config, scales)
+    name, *group = kernel.split(" by ")
+    return getattr(experts, name)(x, ids, weights, config, *map(int, group), scales=scales)
 
 
-KERNELS = ("reference", "by_expert", "grouped by 8", "grouped by 64")
+KERNELS = ("reference", "by_expert", "grouped by 8", "batched by 8", "grouped by 64")
 
 
 def choices(kind: str, t: int, k: int, e: int) -> np.ndarray:
@@ -115,13 +114,13 @@ def test_layouts(config: ExpertConfig) -> None:
     drawn, x, ids = draw(3), random(9, D), choices("nobody here and there", 9, 2, 3)
     scales = random(9, 2, seed=8) if config.inputs_first else None
     expected = plain_experts(x, ids, drawn, config, scales)
-    for kernel in KERNELS[:3] if config.joint == "alternate" else KERNELS[1:2]:
+    for kernel in KERNELS[:4] if config.joint == "alternate" else KERNELS[1:2]:
         out = run(kernel, x, jnp.asarray(ids), drawn.laid_out(config), config, scales)
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-4, err_msg=kernel)
         assert not np.asarray(out)[ids == 3].any(), kernel
 
 
-@pytest.mark.parametrize("kernel", KERNELS[:3])
+@pytest.mark.parametrize("kernel", KERNELS[:4])
 @pytest.mark.parametrize(
     ("kind", "t", "k", "layout"),
     [
@@ -183,6 +182,44 @@ def test_the_clamped_gate(limit: float, gate: float, up: float, expected: float)
     """The gate is cut above alone, the other factor on both sides."""
     out = experts.gated(jnp.full((1, 1), gate), jnp.full((1, 1), up), "silu", ClampConfig(limit, 1.702))
     np.testing.assert_allclose(out, expected, atol=1e-4)
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("kind", ["any", "few experts", "nobody here and there", "nobody"])
+@pytest.mark.parametrize("layout", CONFIGS)
+def test_gradients_are_those_of_the_plain_form(layout: str, kind: str, scaled: bool) -> None:
+    """In inputs, weights and scales: nothing is lost or counted twice on the way into groups and back."""
+    config, t, k, e = CONFIGS[layout], 40, 1 if kind == "few experts" else 2, 5
+    ids, weights = jnp.asarray(choices(kind, t, k, e)), jax.tree.map(jnp.asarray, draw(e).laid_out(config))
+    x, scales, towards = random(t, D), random(t, k, seed=1), random(t, k, D, seed=2)
+
+    def gradients(kernel: str) -> Any:
+        def total(x: Any, weights: Weights, scales: Any) -> jax.Array:
+            return (run(kernel, x, ids, weights, config, scales if scaled else None) * towards).sum()
+
+        return jax.grad(total, argnums=(0, 1, 2))(x, weights, scales)
+
+    ours, plain = (jax.tree.leaves(gradients(kernel)) for kernel in ("batched by 8", "reference"))
+    for found, expected in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+    assert kind == "nobody" or np.abs(ours[0]).max() > 1
+
+
+def test_training_does_the_work_of_the_chosen_experts_alone() -> None:
+    """Operations of forward and backward pass, as XLA counts them, beside those of two experts a token and of all."""
+    t, k, e, d, f = 512, 2, 16, 64, 32
+    config, weights = ExpertConfig(f, "silu"), Weights(*draw(e, d, f)[:3])
+    ids = jnp.asarray(choices("any", t, k, e))
+
+    def counted(kernel: str) -> float:
+        gradient = jax.grad(lambda x, w: run(kernel, x, ids, w, config).sum(), argnums=(0, 1))
+        return jax.jit(gradient).lower(random(t, d), weights).compile().cost_analysis()["flops"]
+
+    chosen = 3 * 3 * 2 * t * k * d * f
+    assert chosen < counted("batched by 32") < 2 * chosen
 
 
 # --- bits ------------------------------------------------------------------------------------------------------------
