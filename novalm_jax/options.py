@@ -203,6 +203,96 @@ class LoadBenchOptions:
         _positive("rounds", self.rounds)
 
 
+@dataclass(frozen=True)
+class TrainOptions:
+    """What is trained, and how. A run goes on only with the options it began with.
+
+    Raises:
+      OptionError: a value outside its range; the message names the option.
+    """
+
+    vocab_size: int = 4096
+    """Tokens of the byte-level BPE vocabulary."""
+    context_length: int = 512
+    """Tokens that the model sees at once."""
+    layers: int = 6
+    """Decoder layers."""
+    hidden_size: int = 256
+    """Width of the hidden state."""
+    heads: int = 4
+    """Query heads."""
+    kv_heads: int = 2
+    """Key-value heads."""
+    experts: int = 16
+    """Experts of each layer."""
+    experts_per_token: int = 2
+    """Experts that a token chooses in each layer."""
+    expert_width: int = 96
+    """Inner width of an expert."""
+    steps: int = 2000
+    """Updates of the weights."""
+    batch_size: int = 16
+    """Sequences of one update."""
+    accumulate: int = 1
+    """Parts that a batch is computed in, one after another: less memory, the same update."""
+    learning_rate: float = 2e-3
+    """The highest; it rises to it in `warmup` steps and falls to a tenth of it along a cosine."""
+    warmup: int = 100
+    """Steps until then."""
+    weight_decay: float = 0.1
+    """Of matrices; norms and biases have none."""
+    clip_norm: float = 1.0
+    """Gradients longer than this are scaled down to it."""
+    balance_loss: float = 0.01
+    """Weight of the loss that spreads tokens over experts (arXiv:2101.03961)."""
+    router_z_loss: float = 0.001
+    """Weight of the loss that keeps router logits small (arXiv:2202.08906)."""
+    balance_bias: float = 0.0
+    """Step of the biases that spread tokens without a loss (arXiv:2408.15664); above 0 routers are those of
+    DeepSeek-V3, and the model is written as glm4_moe in place of qwen3_moe."""
+    dtype: Dtype = "float32"
+    """What is computed in; weights and the optimiser's state are float32."""
+    validation: float = 0.02
+    """Part of the text, in whole documents, that is kept to measure the loss on."""
+    evaluate_every: int = 250
+    """Steps between two measurements of that loss."""
+    save_every: int = 100
+    """Steps between two checkpoints."""
+    seed: int = 0
+    """Of the split, the first weights and the order of the data."""
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        counts = "context_length layers hidden_size heads kv_heads experts experts_per_token expert_width steps"
+        for name in (*counts.split(), "batch_size", "accumulate", "evaluate_every", "save_every"):
+            _positive(name, getattr(self, name))
+        for name in ("learning_rate", "weight_decay", "clip_norm", "balance_loss", "router_z_loss", "balance_bias"):
+            number = _as_real(getattr(self, name))
+            if number is None or not 0 <= number < math.inf:
+                raise OptionError(f"{name}: expected a number of at least 0, got {_shown(getattr(self, name))}.")
+        for name in ("warmup", "seed"):
+            number = _as_whole(getattr(self, name))
+            if number is None or not 0 <= number < 2**31:
+                raise OptionError(f"{name}: expected {_range(0, 2**31 - 1)}, got {_shown(getattr(self, name))}.")
+        self._fit_together()
+
+    def _fit_together(self) -> None:
+        _positive("vocab_size", self.vocab_size)
+        if not 257 <= self.vocab_size <= 65536:
+            raise OptionError(f"vocab_size: expected 257 to 65536, all bytes and more, got {_shown(self.vocab_size)}.")
+        if not 0 < self.validation < 1:
+            raise OptionError(f"validation: expected a part between 0 and 1, got {_shown(self.validation)}.")
+        for name, of in (("heads", "hidden_size"), ("kv_heads", "heads"), ("accumulate", "batch_size")):
+            if getattr(self, of) % getattr(self, name):
+                raise OptionError(f"{name}: {getattr(self, name)} does not divide {of}, which is {getattr(self, of)}.")
+        if self.hidden_size // self.heads % 2:
+            raise OptionError(f"heads: a head of {self.hidden_size // self.heads} is odd; rotary positions need pairs.")
+        if self.experts_per_token > self.experts:
+            raise OptionError(
+                f"experts_per_token: {self.experts_per_token} is more than experts, which is {self.experts}."
+            )
+
+
 def check_dtype(dtype: str) -> None:
     """Refuses a dtype that models are not computed in.
 

@@ -1,4 +1,4 @@
-"""The bar that long reading and writing of bytes shows. Knows counts; refuses to know what is counted."""
+"""The bars that long work shows on stderr, when that is a terminal. Knows counts; refuses to know what is counted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ Advance = Callable[[int], object]
 
 @contextmanager
 def bytes_bar(label: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """A bar of bytes with their rate, on stderr when that is a terminal; `done` of them were dealt with before."""
+    """A bar of bytes with their rate; `done` of them were dealt with before."""
     sizes = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
     with _Bar(total=total, initial=done, desc=label, disable=None, **sizes) as bar:
         yield bar.update
+
+
+def steps_bar(label: str, total: int, done: int = 0) -> tqdm:
+    """A bar of steps, a context manager; `done` of them were taken before."""
+    return _Bar(total=total, initial=done, desc=label, disable=None)
 
 
 class _Bar(tqdm):
