@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import tyro
 
 from novalm_jax.commands import run_command
-from novalm_jax.options import LoadBenchOptions
+from novalm_jax.options import LoadBenchOptions, StartBenchOptions
 
 _PROGRAM = "python -m novalm_jax.bench"
 
@@ -43,7 +44,31 @@ def _load(command: LoadCommand) -> None:
     print(json.dumps(rates.to_dict()) if command.json else rates)
 
 
-_BENCHMARKS = {"load": (LoadCommand, _load)}
+@dataclass(frozen=True)
+class StartCommand:
+    """Measure how long a process takes until its first token is out: the first start of a model, and later ones."""
+
+    model: str | None = None
+    """Folder of a Hugging Face checkpoint, or the name (org/name) of one in the Hugging Face cache. None: the model in
+    this package."""
+    json: bool = False
+    """Write one JSON object in place of a table."""
+    debug: bool = False
+    """Show tracebacks."""
+    options: tyro.conf.OmitArgPrefixes[StartBenchOptions] = field(default_factory=StartBenchOptions)
+
+
+def _start(command: StartCommand) -> None:
+    from novalm_jax.benchmarks.starting import measure_start
+
+    times = measure_start(command.model, command.options)
+    print(json.dumps(times.to_dict()) if command.json else times)
+
+
+_BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
+    "load": (LoadCommand, _load),
+    "start": (StartCommand, _start),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -204,6 +204,24 @@ class LoadBenchOptions:
 
 
 @dataclass(frozen=True)
+class StartBenchOptions:
+    """How the time until the first token is measured.
+
+    Raises:
+      OptionError: a value outside its range; the message names the option.
+    """
+
+    dtype: Dtype = "bfloat16"
+    """What weights are rounded to and computed in."""
+    rounds: int = 5
+    """Starts with programs that are compiled already; the median counts."""
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        _positive("rounds", self.rounds)
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """What is trained, and how. A run goes on only with the options it began with.
 

@@ -11,6 +11,7 @@ import pytest
 from novalm_jax import bench
 from novalm_jax.benchmarks import loading
 from novalm_jax.benchmarks.loading import LoadRates, forget, measure_loading, read_plainly
+from novalm_jax.benchmarks.starting import StartTimes
 from novalm_jax.errors import CheckpointError, OptionError
 from novalm_jax.options import LoadBenchOptions
 from tiny_checkpoints import tiny_checkpoint
@@ -96,10 +97,25 @@ def test_the_command_prints_a_table_or_json(model: Path, capsys: pytest.CaptureF
     assert figures["ratio"] == pytest.approx(figures["load_mb_per_second"] / figures["plain_mb_per_second"])
 
 
+def test_starts_are_whole_processes_of_which_the_first_compiles(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(["start", "--model", str(model), "--rounds", "2", "--dtype", "float32", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["model"] == str(model) and len(figures["later_seconds"]) == 2
+    assert figures["first_seconds"] > figures["later_seconds_median"] > 0
+    times = StartTimes(None, "bfloat16", 9.0, (2.0, 4.0, 2.5))
+    assert "9.00 s to the first token" in str(times) and "2.50 s (median of 3; 2.00 to 4.00)" in str(times)
+
+
 def test_mistakes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["load", str(tmp_path / "gone")]) == 2
     assert "python -m novalm_jax.bench load: There is no folder" in capsys.readouterr().err
     assert bench.main(["load", str(model), "--rounds", "0"]) == 2
+    capsys.readouterr()
+    assert bench.main(["start", "--model", str(tmp_path / "gone")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "ended with exit code 2: python -m novalm_jax.generate: There is no folder" in said
     for arguments in ([], ["lode"]):
         assert bench.main(arguments) == 2
         assert "usage: python -m novalm_jax.bench BENCHMARK" in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""How long a user waits for the first token: whole processes, from their start until text comes out.
+
+Knows the generate command from outside. The first process finds no compiled programs and makes them; later ones find
+them, as a user's second start does.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from novalm_jax.errors import EngineError, OptionError
+from novalm_jax.options import StartBenchOptions
+
+_PROMPT = "Once upon a time"
+
+
+@dataclass(frozen=True)
+class StartTimes:
+    """Seconds from the start of a process until its first token is out. `model` None is the one in this package."""
+
+    model: str | None
+    dtype: str
+    first_seconds: float
+    later_seconds: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures by name, ready for JSON."""
+        return asdict(self) | {"later_seconds_median": median(self.later_seconds)}
+
+    def __str__(self) -> str:
+        later = self.later_seconds
+        rows = [
+            ("model", f"{self.model or 'the one in this package'} ({self.dtype})"),
+            ("first start", f"{self.first_seconds:.2f} s to the first token, programs compiled on the way"),
+            ("later", f"{median(later):.2f} s (median of {len(later)}; {min(later):.2f} to {max(later):.2f})"),
+        ]
+        return "\n".join(f"{name:<11} {value}" for name, value in rows)
+
+
+def measure_start(model: str | Path | None, options: StartBenchOptions) -> StartTimes:
+    """Starts the generate command once with an empty cache for compiled programs, and `rounds` times with a full one.
+
+    Raises:
+      OptionError: the model cannot be used; with what the command said of it.
+      EngineError: the command fails while it runs.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        first, *later = (_start(model, options.dtype, cache) for _ in range(options.rounds + 1))
+    return StartTimes(None if model is None else str(model), options.dtype, first, tuple(later))
+
+
+def _start(model: str | Path | None, dtype: str, cache: str) -> float:
+    command = [sys.executable, "-m", "novalm_jax.generate", "--prompt", _PROMPT, "--max-tokens", "8"]
+    command += ["--temperature", "0", "--ignore-eos", "--dtype", dtype]
+    command += [] if model is None else ["--model", str(model)]
+    start = time.perf_counter()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"XDG_CACHE_HOME": cache}
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        seconds = time.perf_counter() - start
+        _, said = process.communicate()
+    if process.returncode:
+        kind = OptionError if process.returncode == 2 else EngineError
+        raise kind(f"model: the generate command ended with exit code {process.returncode}: {said.decode().strip()}")
+    return seconds
