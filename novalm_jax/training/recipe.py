@@ -31,7 +31,7 @@ from novalm_jax.models.params import parameters_of
 from novalm_jax.options import TrainOptions
 from novalm_jax.training.data import Corpus, batch
 from novalm_jax.training.ngrams import ngram_loss
-from novalm_jax.training.run_folder import METRICS, Log, hold, open_checkpoints, open_corpus
+from novalm_jax.training.run_folder import METRICS, TOKENIZER, Log, hold, open_checkpoints, open_corpus
 
 Parameters = Mapping[str, jax.Array]
 """The trainable arrays of a model, by path, such as `layers.0.attention.q.weight`."""
@@ -232,7 +232,7 @@ def train(texts: Sequence[Path], output: Path, options: TrainOptions) -> Path:
 
     Args:
       texts: files of UTF-8 text, also compressed with xz.
-      output: folder for options.json, tokenizer, checkpoints (`state`), `METRICS` and, in the end, the model.
+      output: folder for run.json, the tokenizer, checkpoints (`state`), `METRICS` and, in the end, the model.
       options: what is trained, and how; of a run that goes on the ones it began with.
 
     Returns:
@@ -245,14 +245,12 @@ def train(texts: Sequence[Path], output: Path, options: TrainOptions) -> Path:
     with hold(output, texts, options):
         if model_folder.exists():
             return model_folder
-        corpus = open_corpus(output / "tokenizer", texts, options)
+        corpus = open_corpus(output, texts, options)
         raw = config_json(options, corpus.tokenizer.get_vocab_size())
         trainer = Trainer(find_family(raw).read_config(raw), options)
         with open_checkpoints(output / "state") as checkpoints:
             parameters = _run(trainer, corpus, output, options, checkpoints)
-        return save_model(
-            trainer.model(parameters, "float32"), model_folder, config=raw, files_from=output / "tokenizer"
-        )
+        return save_model(trainer.model(parameters, "float32"), model_folder, config=raw, files_from=output / TOKENIZER)
 
 
 def _run(

@@ -26,46 +26,58 @@ from novalm_jax.training.data import END, Corpus, read_corpus
 METRICS = "metrics.jsonl"
 """One JSON object a line: what each update and each validation gave."""
 
+TOKENIZER = "tokenizer"
+"""The folder of the tokenizer."""
+
+_RUN = "run.json"
+
 
 @contextmanager
 def hold(output: Path, texts: Sequence[Path], options: TrainOptions) -> Iterator[None]:
     """Keeps the folder of a run from other processes and other runs.
 
     Raises:
-      OptionError: it holds another run, or a process is at work in it.
+      OptionError: it cannot be made, holds something else, or a process is at work in it; a text is not there.
     """
-    run: dict[str, Any] = {"options": asdict(options)}
-    run |= {"texts": [[path.name, path.stat().st_size] for path in texts if path.exists()]}
-    said = output / "run.json"
     try:
+        run = {"options": asdict(options), "texts": [[path.name, path.stat().st_size] for path in texts]}
         output.mkdir(parents=True, exist_ok=True)
-        if not said.exists():
-            if others := sorted(set(os.listdir(output)) - {_unfinished(said).name}):
-                raise OptionError(f"output: {output} holds {some(others, 3)}. Give a folder of its own.")
-            _rewrite(said, json.dumps(run, indent=2))
+        lock = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise OptionError(f"output: {output} cannot be made or written: {reason_of(error)}.") from None
-    with said.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OptionError(f"output: another process is at work in {output}. Let it end first.") from None
-        began = json.load(file)
-        differing = [name for name, value in run["options"].items() if began["options"].get(name) != value]
-        if began != run:
-            raise OptionError(
-                f"output: {output} holds a run with other {', '.join(differing) or 'texts'}. Give the same to go on, "
-                "or another folder to begin anew."
-            )
+        raise OptionError(f"{error.filename} cannot be used: {reason_of(error)}.") from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _begin(output, run)
         yield
+    except BlockingIOError:
+        raise OptionError(f"output: another process is at work in {output}. Let it end first.") from None
+    finally:
+        os.close(lock)
 
 
-def open_corpus(folder: Path, texts: Sequence[Path], options: TrainOptions) -> Corpus:
-    """The text as tokens. The tokenizer lies in `folder` as checkpoints have it, after the first time.
+def _begin(output: Path, run: dict[str, Any]) -> None:
+    """Writes down what the run is, and refuses to go on with another one."""
+    said = output / _RUN
+    if not (output / TOKENIZER).exists():
+        if others := sorted(set(os.listdir(output)) - {_RUN, _unfinished(said).name, f"{TOKENIZER}.partial"}):
+            raise OptionError(f"output: {output} holds {some(others, 3)}. Give a folder of its own.")
+        _rewrite(said, json.dumps(run, indent=2))
+    began = json.loads(said.read_text())
+    if began != run:
+        differing = [name for name, value in run["options"].items() if began["options"].get(name) != value]
+        raise OptionError(
+            f"output: {output} holds a run with other {', '.join(differing) or 'texts'}. Give the same to go on, or "
+            "another folder to begin anew."
+        )
+
+
+def open_corpus(output: Path, texts: Sequence[Path], options: TrainOptions) -> Corpus:
+    """The text as tokens. The tokenizer lies in a folder `TOKENIZER` as checkpoints have it, after the first time.
 
     Raises:
       OptionError: a text cannot be read, or is too short.
     """
+    folder = output / TOKENIZER
     known = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")) if folder.exists() else None
     corpus = read_corpus(texts, options.validation, options.seed, options.vocab_size, known)
     if len(corpus.train) < 2 * options.context_length + 2:

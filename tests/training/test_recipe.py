@@ -254,7 +254,7 @@ def test_a_run_says_what_it_did(whole: Path) -> None:
 
 def test_validation_is_the_mean_over_every_token(whole: Path, text: Path) -> None:
     """Window by window with the model that was written, whose last window is short."""
-    corpus = recipe.open_corpus(whole / "tokenizer", [text], TINY)
+    corpus = recipe.open_corpus(whole, [text], TINY)
     model = load_model(whole / "model")
     total, counts = 0.0, np.zeros((2, 4))
     for start in range(0, len(corpus.valid) - 1, 24):
@@ -398,6 +398,15 @@ def test_a_folder_with_other_things_in_it_is_left_alone(text: Path, tmp_path: Pa
     with pytest.raises(OptionError, match=r"holds notes\.txt"):
         train([text], tmp_path, TINY)
     assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+def test_a_run_that_could_not_begin_is_no_run(text: Path, tmp_path: Path) -> None:
+    """What was wrong with the texts or the options may be mended in the same folder."""
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"\xff")
+    with pytest.raises(OptionError, match="is not text"):
+        train([bad], tmp_path / "run", replace(TINY, steps=1))
+    train([text], tmp_path / "run", replace(TINY, steps=1, save_every=1))
 
 
 def test_too_little_text_is_told(text: Path, tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""The train command: what goes where, pictures, and mistakes. The recipe itself is tested beside this."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from novalm_jax import LLM, SamplingParams
+from novalm_jax.train import main
+from novalm_jax.training.data import END
+from novalm_jax.training.pictures import draw_experts, draw_losses, read_metrics
+
+SMALL = (
+    "--vocab-size 280 --context-length 16 --layers 1 --hidden-size 16 --heads 2 --kv-heads 1 --experts 4 "
+    "--expert-width 8 --steps 4 --batch-size 2 --warmup 1 --evaluate-every 2"
+).split()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "stories.txt"
+    path.write_text(END.join(f"{n} little mice went out to play. " * 20 for n in range(5)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "out"
+    assert main([str(text), "--output", str(folder), "--pictures", *SMALL]) == 0
+    return folder
+
+
+def test_the_model_that_comes_out_speaks(run: Path, text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([str(text), "--output", str(run), *SMALL]) == 0
+    folder = Path(capfd.readouterr().out.strip())
+    assert folder == run / "model"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    ]
+    with LLM(folder, dtype="float32") as llm:
+        (out,) = llm.generate("little", SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
+        assert len(out.token_ids) == 5
+        assert llm.tokenizer.encode(f"mice{END}")[-1] == llm.tokenizer.eos_id == 0
+
+
+def test_pictures_show_the_metrics(run: Path) -> None:
+    assert (run / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "experts.png").read_bytes().startswith(b"\x89PNG")
+    records = read_metrics(run)
+    training, validation, *counting = draw_losses(records).axes[0].lines
+    updates = [record for record in records if record["kind"] == "update"]
+    assert training.get_xydata().tolist() == [[each["step"], each["next_token"]] for each in updates]
+    validations = [record for record in records if record["kind"] == "validation"]
+    assert validation.get_xydata().tolist() == [[each["step"], each["nats_per_token"]] for each in validations]
+    assert len(counting) == 2
+    shares = draw_experts(records).axes[0].images[0].get_array()
+    assert shares.tolist() == [[4 * part for part in validations[-1]["load"][0]]]
+
+
+def test_pictures_without_matplotlib_are_refused_before_anything_is_done(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = importlib.util.find_spec
+    monkeypatch.setattr(
+        "novalm_jax.training.pictures.find_spec", lambda name: None if name == "matplotlib" else right(name)
+    )
+    assert main([str(text), "--output", str(tmp_path / "out"), "--pictures", *SMALL]) == 2
+    assert "matplotlib" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["gone.txt"], "gone.txt cannot be used: No such file"),
+        ([], "texts"),
+        (["--vocab-size", "100"], "vocab_size: expected 257 to 65536"),
+        (["--experts-per-token", "9"], "experts_per_token: 9 is more than experts, which is 4"),
+        (["--heads", "3"], "heads: 3 does not divide hidden_size, which is 16"),
+        (["--heads", "16"], "heads: a head of 1 is odd"),
+        (["--accumulate", "4"], "accumulate: 4 does not divide batch_size, which is 2"),
+        (["--validation", "1"], "validation: expected a part between 0 and 1"),
+        (["--learning-rate", "nan"], "learning_rate: expected a number of at least 0"),
+        (["--clip-norm", "-1"], "clip_norm: expected a number of at least 0"),
+        (["--steps", "0"], "steps: expected a whole number of at least 1"),
+        (["--seed", "-1"], "seed: expected a whole number of at least 0"),
+    ],
+)
+def test_mistakes_are_one_paragraph(
+    arguments: list[str], said: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [] if arguments == [] or arguments[0].endswith(".txt") else [str(text)]
+    try:
+        code: object = main([*texts, "--output", str(tmp_path / "out"), *SMALL, *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert said in shown and "Traceback" not in shown
+
+
+def test_the_run_says_what_it_was_given(run: Path) -> None:
+    said = json.loads((run / "run.json").read_text())
+    assert said["options"]["steps"] == 4 and said["texts"][0][0] == "stories.txt"
