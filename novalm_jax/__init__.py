@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from novalm_jax.options import ConvertOptions as ConvertOptions
     from novalm_jax.options import EngineOptions as EngineOptions
     from novalm_jax.options import SamplingParams as SamplingParams
+    from novalm_jax.options import TrainOptions as TrainOptions
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ _HOMES = {
     "ConvertOptions": "options",
     "EngineOptions": "options",
     "SamplingParams": "options",
+    "TrainOptions": "options",
     "NovaError": "errors",
     "BudgetError": "errors",
     "CheckpointError": "errors",
