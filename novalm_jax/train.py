@@ -43,12 +43,16 @@ def _train(command: TrainCommand) -> None:
     # Only now, so that --help and mistakes in the options are answered before JAX is loaded.
     from novalm_jax.training.pictures import require_matplotlib, save_pictures
     from novalm_jax.training.recipe import train
+    from novalm_jax.training.run_folder import read_metrics
+    from novalm_jax.training.summary import summary
 
     if command.pictures:
         require_matplotlib()
     model = train(command.texts, command.output, command.options)
     if command.pictures:
         save_pictures(command.output)
+    tokens = command.options.batch_size * command.options.context_length
+    print(summary(read_metrics(command.output), tokens), file=sys.stderr)
     print(model)
 
 

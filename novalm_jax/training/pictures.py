@@ -5,13 +5,13 @@ Needs matplotlib, which the `notebook` extra brings.
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from novalm_jax.errors import OptionError
-from novalm_jax.training.run_folder import METRICS
+from novalm_jax.training.run_folder import read_metrics
+from novalm_jax.training.summary import of_kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,22 +32,17 @@ def save_pictures(output: Path) -> None:
     draw_experts(records).savefig(output / "experts.png", dpi=150)
 
 
-def read_metrics(output: Path) -> list[dict[str, Any]]:
-    """The records of a run, in order."""
-    return [json.loads(line) for line in (output / METRICS).read_text().splitlines()]
-
-
 def draw_losses(records: list[dict[str, Any]]) -> Figure:
     """Next-token losses by step, on training batches and on the validation text, beside those of counting."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    updates, validations = _of(records, "update"), _of(records, "validation")
+    updates, validations = of_kind(records, "update"), of_kind(records, "validation")
     axes.plot([each["step"] for each in updates], [each["next_token"] for each in updates], lw=0.7, label="training")
     steps = [each["step"] for each in validations]
     axes.plot(steps, [each["nats_per_token"] for each in validations], "o-", ms=3, label="validation")
-    for name, value in _of(records, "baselines")[0].items():
+    for name, value in of_kind(records, "baselines")[0].items():
         if name.endswith("nats_per_token"):
             axes.axhline(value, ls=":", lw=1, color="gray")
             axes.annotate(name.split()[0], (0, value), va="bottom", fontsize="small", color="gray")
@@ -60,7 +55,7 @@ def draw_experts(records: list[dict[str, Any]]) -> Figure:
     """How often each expert of each layer was chosen on the validation text, at the end; 1 is an even share."""
     from matplotlib.figure import Figure
 
-    load = _of(records, "validation")[-1]["load"]
+    load = of_kind(records, "validation")[-1]["load"]
     shares = [[part * len(layer) for part in layer] for layer in load]
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()
@@ -68,7 +63,3 @@ def draw_experts(records: list[dict[str, Any]]) -> Figure:
     axes.set(xlabel="expert", ylabel="layer")
     figure.colorbar(image, label="times an even share")
     return figure
-
-
-def _of(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [record for record in records if record["kind"] == kind]

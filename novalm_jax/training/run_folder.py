@@ -121,6 +121,11 @@ class Log:
             file.write(json.dumps({"step": step, "kind": kind, **record}) + "\n")
 
 
+def read_metrics(output: Path) -> list[dict[str, Any]]:
+    """The records of a run, in order."""
+    return [json.loads(line) for line in (output / METRICS).read_text().splitlines()]
+
+
 def _rewrite(path: Path, text: str) -> None:
     """A file with this text, at no moment with a part of it."""
     with _unfinished(path).open("w") as file:

@@ -11,7 +11,9 @@ import pytest
 from novalm_jax import LLM, SamplingParams
 from novalm_jax.train import main
 from novalm_jax.training.data import END
-from novalm_jax.training.pictures import draw_experts, draw_losses, read_metrics
+from novalm_jax.training.pictures import draw_experts, draw_losses
+from novalm_jax.training.run_folder import read_metrics
+from novalm_jax.training.summary import summary
 
 SMALL = (
     "--vocab-size 280 --context-length 16 --layers 1 --hidden-size 16 --heads 2 --kv-heads 1 --experts 4 "
@@ -35,7 +37,9 @@ def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_model_that_comes_out_speaks(run: Path, text: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([str(text), "--output", str(run), *SMALL]) == 0
-    folder = Path(capfd.readouterr().out.strip())
+    said = capfd.readouterr()
+    folder = Path(said.out.strip())
+    assert "training    4 steps of 32 tokens, " in said.err
     assert folder == run / "model"
     assert sorted(path.name for path in folder.iterdir()) == [
         *["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
@@ -44,6 +48,23 @@ def test_the_model_that_comes_out_speaks(run: Path, text: Path, capfd: pytest.Ca
         (out,) = llm.generate("little", SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
         assert len(out.token_ids) == 5
         assert llm.tokenizer.encode(f"mice{END}")[-1] == llm.tokenizer.eos_id == 0
+
+
+def test_the_summary_has_the_last_validation_and_the_median_speed() -> None:
+    validation = {"kind": "validation", "step": 8, "nats_per_token": 2.5, "bits_per_byte": 1.25}
+    records = [
+        {"kind": "baselines", "step": 0, "1-gram nats_per_token": 5.0, "1-gram bits_per_byte": 2.0},
+        *({"kind": "update", "step": step, "seconds": seconds} for step, seconds in enumerate([9.0, 0.5, 0.25], 1)),
+        validation | {"step": 4, "nats_per_token": 9.0, "load": [[0.5, 0.5]]},
+        validation | {"load": [[0.25, 0.75], [0.5, 0.5]]},
+    ]
+    assert summary(records, 100).splitlines() == [
+        "validation  nats a token  bits a byte",
+        "1-gram             5.000        2.000",
+        "model              2.500        1.250",
+        "experts     chosen 0.50 to 1.50 times as often as an even share",
+        "training    8 steps of 100 tokens, 200 tokens/s",
+    ]
 
 
 def test_pictures_show_the_metrics(run: Path) -> None:

@@ -1,0 +1,38 @@
+"""A training run in a few lines, from its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+
+def summary(records: Sequence[dict[str, Any]], tokens_per_step: int) -> str:
+    """The losses of the model and of counting, how evenly experts are used, and how fast training was.
+
+    Args:
+      records: from `read_metrics`, of a run with at least one validation.
+      tokens_per_step: of a batch.
+    """
+    (counting,) = of_kind(records, "baselines")
+    last, updates = of_kind(records, "validation")[-1], of_kind(records, "update")
+    shares = [part * len(layer) for layer in last["load"] for part in layer]
+    seconds = median(record["seconds"] for record in updates)
+    names = sorted({name.split()[0] for name in counting if name.endswith("bits_per_byte")})
+    rows = [
+        *((name, counting[f"{name} nats_per_token"], counting[f"{name} bits_per_byte"]) for name in names),
+        ("model", last["nats_per_token"], last["bits_per_byte"]),
+    ]
+    return "\n".join(
+        [
+            "validation  nats a token  bits a byte",
+            *(f"{name:<10} {nats:13.3f} {bits:12.3f}" for name, nats, bits in rows),
+            f"experts     chosen {min(shares):.2f} to {max(shares):.2f} times as often as an even share",
+            f"training    {last['step']} steps of {tokens_per_step} tokens, {tokens_per_step / seconds:.0f} tokens/s",
+        ]
+    )
+
+
+def of_kind(records: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """The records of one kind, in order."""
+    return [record for record in records if record["kind"] == kind]
