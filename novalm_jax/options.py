@@ -233,7 +233,7 @@ class TrainOptions:
     """Tokens of the byte-level BPE vocabulary."""
     context_length: int = 512
     """Tokens that the model sees at once."""
-    layers: int = 6
+    layers: int = 5
     """Decoder layers."""
     hidden_size: int = 256
     """Width of the hidden state."""
@@ -245,17 +245,17 @@ class TrainOptions:
     """Experts of each layer."""
     experts_per_token: int = 2
     """Experts that a token chooses in each layer."""
-    expert_width: int = 96
+    expert_width: int = 128
     """Inner width of an expert."""
     steps: int = 2000
     """Updates of the weights."""
-    batch_size: int = 16
+    batch_size: int = 8
     """Sequences of one update."""
     accumulate: int = 1
     """Parts that a batch is computed in, one after another: less memory, the same update."""
     learning_rate: float = 2e-3
     """The highest; it rises to it in `warmup` steps and falls to a tenth of it along a cosine."""
-    warmup: int = 100
+    warmup: int = 200
     """Steps until then."""
     weight_decay: float = 0.1
     """Of matrices; norms and biases have none."""
@@ -272,7 +272,7 @@ class TrainOptions:
     """What is computed in; weights and the optimiser's state are float32."""
     validation: float = 0.02
     """Part of the text, in whole documents, that is kept to measure the loss on."""
-    evaluate_every: int = 250
+    evaluate_every: int = 500
     """Steps between two measurements of that loss."""
     save_every: int = 100
     """Steps between two checkpoints."""

@@ -39,6 +39,7 @@ def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands(command: str, model: Path, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("A file's prompt")
+    (tmp_path / "stories.txt").write_text("<|endoftext|>".join(f"Story {n} of many. " * 50 for n in range(4)))
     command = command.replace(PLACEHOLDER, shlex.quote(str(model))).replace("python", shlex.quote(sys.executable), 1)
     result = run(["bash", "-c", command], tmp_path)
     assert result.returncode == 0, result.stderr
