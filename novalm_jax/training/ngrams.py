@@ -15,7 +15,7 @@ def ngram_loss(train: np.ndarray, valid: np.ndarray, vocab_size: int, order: int
     occurred. Order 0 is the uniform distribution, which order 1 falls back to.
     """
     bits = (vocab_size - 1).bit_length()
-    assert order * bits < 63, f"{order} tokens of {bits} bits are more than an integer holds"
+    assert order <= highest_order(vocab_size)
     chance = np.full(len(valid), 1.0 / vocab_size)
     for length in range(1, order + 1):
         grams = _grams(train, length, bits)
@@ -35,6 +35,11 @@ def ngram_loss(train: np.ndarray, valid: np.ndarray, vocab_size: int, order: int
         )
         chance = np.where(total > 0, mixed, chance)
     return float(-np.log(chance).mean())
+
+
+def highest_order(vocab_size: int) -> int:
+    """The longest n-grams that an int64 holds."""
+    return 63 // (vocab_size - 1).bit_length()
 
 
 def _grams(tokens: np.ndarray, length: int, bits: int) -> np.ndarray:

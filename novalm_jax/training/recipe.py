@@ -30,7 +30,7 @@ from novalm_jax.models.moe import RouterTrace
 from novalm_jax.models.params import parameters_of
 from novalm_jax.options import TrainOptions
 from novalm_jax.training.data import Corpus, batch
-from novalm_jax.training.ngrams import ngram_loss
+from novalm_jax.training.ngrams import highest_order, ngram_loss
 from novalm_jax.training.run_folder import METRICS, TOKENIZER, Log, hold, open_checkpoints, open_corpus
 
 Parameters = Mapping[str, jax.Array]
@@ -135,7 +135,7 @@ def decays(parameters: Parameters) -> dict[str, bool]:
 def move_choice_biases(parameters: Parameters, load: jax.Array, step: float) -> Parameters:
     """Biases of idle experts rise, those of busy ones fall, all by the same step (arXiv:2408.15664, algorithm 1)."""
     moves = jnp.sign(load.mean(axis=-1, keepdims=True) - load) * step
-    paths = [path for path in parameters if path.endswith("choice_bias")]
+    paths = [f"layers.{layer}.feed_forward.choice_bias" for layer in range(len(load))]
     return dict(parameters) | {path: parameters[path] + move for path, move in zip(paths, moves, strict=True)}
 
 
@@ -285,8 +285,9 @@ def _run(
 def baselines(corpus: Corpus) -> dict[str, float]:
     """Losses of counting models on the validation text, as `Validation` has them."""
     found: dict[str, float] = {}
-    for order in (1, 5):
-        nats = ngram_loss(corpus.train, corpus.valid, corpus.tokenizer.get_vocab_size(), order)
+    vocab_size = corpus.tokenizer.get_vocab_size()
+    for order in (1, min(5, highest_order(vocab_size))):
+        nats = ngram_loss(corpus.train, corpus.valid, vocab_size, order)
         bits = nats * len(corpus.valid) / np.log(2) / corpus.valid_bytes
         found |= {f"{order}-gram nats_per_token": nats, f"{order}-gram bits_per_byte": bits}
     return found

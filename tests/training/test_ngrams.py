@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from novalm_jax.training.ngrams import ngram_loss
+from novalm_jax.training.ngrams import highest_order, ngram_loss
 
 VOCAB, D = 7, 0.75
 
@@ -47,6 +47,15 @@ def test_losses_are_those_of_the_plain_model(order: int) -> None:
         for i in range(len(valid))
     ]
     assert ngram_loss(train, valid, VOCAB, order) == pytest.approx(-np.log(chances).mean(), rel=1e-9)
+
+
+@pytest.mark.parametrize("vocab_size", [257, 4096, 4097, 65536])
+def test_the_highest_order_fills_an_integer_and_no_more(vocab_size: int) -> None:
+    """With the last token of a large vocabulary everywhere, so that all bits are set."""
+    text = np.full(50, vocab_size - 1, np.int32)
+    order = highest_order(vocab_size)
+    assert order == {257: 7, 4096: 5, 4097: 4, 65536: 3}[vocab_size]
+    assert ngram_loss(text, text[-1:].repeat(9), vocab_size, order) < ngram_loss(text, text * 0, vocab_size, order)
 
 
 def test_chances_add_up_to_one() -> None:

@@ -167,11 +167,16 @@ def test_long_gradients_are_clipped() -> None:
     np.testing.assert_allclose(jnp.linalg.norm(state.mu["w"]), 0.1 * 0.5, rtol=1e-5)
 
 
-def test_choice_biases_move_against_the_load() -> None:
-    parameters = {"layers.0.feed_forward.choice_bias": jnp.zeros(3), "layers.0.norm.scale": jnp.ones(3)}
-    load = jnp.asarray([[0.5, 0.5 / 3, 1 / 3]])
-    moved = recipe.move_choice_biases(parameters, load, 0.125)
-    assert moved["layers.0.feed_forward.choice_bias"].tolist() == [-0.125, 0.125, 0.0]
+def test_choice_biases_move_against_the_load_of_their_layer() -> None:
+    """Of eleven layers, whose paths in order of letters are not in order of numbers."""
+    paths = [f"layers.{layer}.feed_forward.choice_bias" for layer in range(11)]
+    parameters = {path: jnp.zeros(3) for path in paths} | {"layers.0.norm.scale": jnp.ones(3)}
+    load = np.full((11, 3), 1 / 3, np.float32)
+    load[2], load[10] = [0.5, 0.5 / 3, 1 / 3], [0.0, 0.0, 1.0]
+    moved = jax.jit(recipe.move_choice_biases, static_argnums=2)(parameters, load, 0.125)
+    assert moved[paths[2]].tolist() == [-0.125, 0.125, 0.0]
+    assert moved[paths[10]].tolist() == [0.125, 0.125, -0.125]
+    assert not any(moved[path].any() for path in paths if path not in (paths[2], paths[10]))
     assert moved["layers.0.norm.scale"].tolist() == [1, 1, 1]
 
 
