@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 from novalm_jax import bench
 from novalm_jax.benchmarks import loading
 from novalm_jax.benchmarks.loading import LoadRates, forget, measure_loading, read_plainly
-from novalm_jax.benchmarks.starting import StartTimes
+from novalm_jax.benchmarks.starting import StartTimes, measure_start
 from novalm_jax.errors import CheckpointError, OptionError
-from novalm_jax.options import LoadBenchOptions
+from novalm_jax.options import LoadBenchOptions, StartBenchOptions
 from tiny_checkpoints import tiny_checkpoint
 
 
@@ -103,9 +104,26 @@ def test_starts_are_whole_processes_of_which_the_first_compiles(
     assert bench.main(["start", "--model", str(model), "--rounds", "2", "--dtype", "float32", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["model"] == str(model) and len(figures["later_seconds"]) == 2
-    assert figures["first_seconds"] > figures["later_seconds_median"] > 0
+    assert figures["first_seconds"] > 0 and figures["later_seconds_median"] > 0
     times = StartTimes(None, "bfloat16", 9.0, (2.0, 4.0, 2.5))
     assert "9.00 s to the first token" in str(times) and "2.50 s (median of 3; 2.00 to 4.00)" in str(times)
+
+
+def test_all_starts_share_one_cache_that_is_empty_at_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[str, list[str]]] = []
+    right = subprocess.Popen
+
+    def noted(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        cache = options["env"]["XDG_CACHE_HOME"]
+        assert "JAX_COMPILATION_CACHE_DIR" not in options["env"]
+        begun.append((cache, os.listdir(cache)))
+        return right(command, **options)
+
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    measure_start(model, StartBenchOptions(rounds=1))
+    (first, empty), (second, full) = begun
+    assert first == second and not empty and full
 
 
 def test_mistakes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,8 +132,10 @@ def test_mistakes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert bench.main(["load", str(model), "--rounds", "0"]) == 2
     capsys.readouterr()
     assert bench.main(["start", "--model", str(tmp_path / "gone")]) == 2
+    assert "python -m novalm_jax.bench start: There is no folder" in capsys.readouterr().err
+    assert bench.main(["start", "--model", str(tmp_path)]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "ended with exit code 2: python -m novalm_jax.generate: There is no folder" in said
+    assert "ended with exit code 2 and 0 bytes of text: python -m novalm_jax.generate:" in said
     for arguments in ([], ["lode"]):
         assert bench.main(arguments) == 2
         assert "usage: python -m novalm_jax.bench BENCHMARK" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 """How long a user waits for the first token: whole processes, from their start until text comes out.
 
-Knows the generate command from outside. The first process finds no compiled programs and makes them; later ones find
-them, as a user's second start does.
+Knows the generate command from outside. The first process finds no compiled programs and makes them, and may read the
+weights from a cold disk; later ones find both, as a user's second start does.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from novalm_jax.checkpoint.hub import find_folder
 from novalm_jax.errors import EngineError, OptionError
 from novalm_jax.options import StartBenchOptions
 
@@ -52,24 +53,32 @@ def measure_start(model: str | Path | None, options: StartBenchOptions) -> Start
       OptionError: the model cannot be used; with what the command said of it.
       EngineError: the command fails while it runs.
     """
+    # Names are looked up here: where the cache of models is follows from that of programs, which moves.
+    folder = None if model is None else find_folder(model)
     with tempfile.TemporaryDirectory() as cache:
-        first, *later = (_start(model, options.dtype, cache) for _ in range(options.rounds + 1))
+        first, *later = (_start(folder, options.dtype, cache) for _ in range(options.rounds + 1))
     return StartTimes(None if model is None else str(model), options.dtype, first, tuple(later))
 
 
-def _start(model: str | Path | None, dtype: str, cache: str) -> float:
+def _start(model: Path | None, dtype: str, cache: str) -> float:
     command = [sys.executable, "-m", "novalm_jax.generate", "--prompt", _PROMPT, "--max-tokens", "8"]
     command += ["--temperature", "0", "--ignore-eos", "--dtype", dtype]
     command += [] if model is None else ["--model", str(model)]
+    environment = os.environ | {"XDG_CACHE_HOME": cache}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     start = time.perf_counter()
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"XDG_CACHE_HOME": cache}
-    ) as process:
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, env=environment) as process,
+    ):
         assert process.stdout is not None
-        process.stdout.read(1)
+        text = process.stdout.read(1)
         seconds = time.perf_counter() - start
-        _, said = process.communicate()
-    if process.returncode:
-        kind = OptionError if process.returncode == 2 else EngineError
-        raise kind(f"model: the generate command ended with exit code {process.returncode}: {said.decode().strip()}")
+        text += process.stdout.read()
+        code = process.wait()
+        said.seek(0)
+        errors = said.read().decode(errors="replace").strip()
+    if code or not text.strip():
+        kind = OptionError if code == 2 else EngineError
+        raise kind(f"model: the generate command ended with exit code {code} and {len(text)} bytes of text: {errors}")
     return seconds

@@ -125,12 +125,12 @@ class Checkpoint:
             order = sorted(self.weights.assignments, key=_place)
             announce = _announcer(reader, [piece for assignment in order for piece in assignment.pieces])
 
-            def read(count: int) -> None:
+            def advanced(count: int) -> None:
                 advance(count)
                 announce(count)
 
             for assignment in order:
-                yield assignment.path, read_parameter(reader, assignment, dtypes[assignment.path], read, pool)
+                yield assignment.path, read_parameter(reader, assignment, dtypes[assignment.path], advanced, pool)
 
 
 def load_model(path: str | Path, dtype: str = "float32", shardings: Shardings | None = None) -> Decoder:

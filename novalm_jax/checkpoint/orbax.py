@@ -98,7 +98,7 @@ def load_orbax(folder: str | Path, dtype: str | None = None, shardings: Sharding
 
     Raises:
       CheckpointError, ConfigError: the folder is no such checkpoint, is damaged, or does not hold what its config.json
-        asks for; the message lists all of it.
+        asks for, and the message lists all of it; or a finite number would become infinite.
       OptionError: another dtype.
     """
     if dtype is not None:

@@ -2,16 +2,16 @@
 
 `reference` says what is meant. Two fast forms compute an expert with one compiled body, run one expert at a time, so
 that an expert's product does not depend on which others are computed, where they live, or how many there are.
-`by_expert` is for few rows (decode): every present expert takes all rows in place. `grouped` is for many (prefill):
-rows are gathered expert by expert into groups of fixed size. `batched` computes such groups side by side and is
-differentiable (training).
+`by_expert` is for few rows (decode): every present expert takes all rows in place. `grouped` is for many (prefill,
+training): rows are gathered expert by expert into groups of fixed size. Its gradient is such a loop too.
 
 Knows nothing of routers or tiers. A choice of `num_experts` or more means "no expert" and yields zeros.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,49 +129,77 @@ def grouped(
 ) -> jax.Array:
     """As `reference`, on groups of `group` rows that share an expert; the last group of an expert is padded.
 
-    The work is that of the chosen experts, rounded up to whole groups. For many rows.
+    The work is that of the chosen experts, rounded up to whole groups. For many rows. Differentiable in reverse mode,
+    at the same cost and with one expert at a time, too; gradients of weights add up in float32.
     """
-    (tokens, k), dim = ids.shape, x.shape[-1]
+    return _grouped(x, scales, weights, ids, config, group)
+
+
+def group_size(choices: int, num_experts: int) -> int:
+    """Rows of a group, a multiple of 8 up to 128, of which an expert with its share of the choices fills four."""
+    return min(128, max(8, choices // (4 * num_experts) // 8 * 8))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _grouped(
+    x: jax.Array, scales: jax.Array | None, weights: Weights, ids: jax.Array, config: ExpertConfig, group: int
+) -> jax.Array:
     groups = _groups(ids, weights.down.shape[0], group)
 
     def add_group(i: jax.Array, products: jax.Array) -> jax.Array:
-        places = groups.choices[i]
-        choice = jnp.minimum(places, tokens * k - 1)
-        rows = x[choice // k]
-        if scales is not None:
-            rows = _times(rows, scales.reshape(-1)[choice])
-        expert = _expert(weights, groups.experts[i], x.dtype)
-        return products.at[places].set(expert_product(rows, expert, config), mode="drop")
+        inputs = _inputs(x, scales, groups.choices[i], ids.shape[1])
+        product = _group_product(*inputs, _expert(weights, groups.experts[i], x.dtype), config)
+        return products.at[groups.choices[i]].set(product, mode="drop")
 
-    products = lax.fori_loop(0, groups.used, add_group, jnp.zeros((tokens * k, dim), x.dtype))
-    return products.reshape(tokens, k, dim)
+    products = lax.fori_loop(0, groups.used, add_group, jnp.zeros((ids.size, x.shape[-1]), x.dtype))
+    return products.reshape(*ids.shape, x.shape[-1])
 
 
-def batched(
-    x: jax.Array,
-    ids: jax.Array,
-    weights: Weights,
-    config: ExpertConfig,
-    group: int | None = None,
-    scales: jax.Array | None = None,
-) -> jax.Array:
-    """As `grouped`, with all groups in one batched product: differentiable in x, weights and scales.
+def _grouped_forward(
+    x: jax.Array, scales: jax.Array | None, weights: Weights, ids: jax.Array, config: ExpertConfig, group: int
+) -> tuple[jax.Array, Any]:
+    return _grouped(x, scales, weights, ids, config, group), (x, scales, weights, ids)
 
-    The weights of an expert are copied for each of its groups: fewer than `t k / group + e` copies in all. By default
-    an expert with its even share of the rows fills four groups of 8 to 256 rows.
-    """
-    (tokens, k), dim, num_experts = ids.shape, x.shape[-1], weights.down.shape[0]
-    if group is None:
-        group = min(256, max(8, tokens * k // (4 * num_experts) // 8 * 8))
-    groups = _groups(ids, num_experts, group)
-    rows = jnp.broadcast_to(x[:, None], (tokens, k, dim)).reshape(tokens * k, dim)
-    if scales is not None:
-        rows = _times(rows, scales.reshape(-1))
-    choices = groups.choices.reshape(groups.choices.size)
-    rows = _rearranged(rows, choices, groups.slots).reshape(*groups.choices.shape, dim)
-    experts = jax.tree.map(lambda stack: stack[groups.experts], weights)
-    products = jax.vmap(expert_product, (0, 0, None))(rows, experts, config).reshape(choices.size, dim)
-    return _rearranged(products, groups.slots, choices).reshape(tokens, k, dim)
+
+def _grouped_backward(config: ExpertConfig, group: int, saved: Any, towards: jax.Array) -> tuple[Any, ...]:
+    x, scales, weights, ids = saved
+    groups, towards = _groups(ids, weights.down.shape[0], group), towards.reshape(ids.size, x.shape[-1])
+
+    def add_group(i: jax.Array, sums: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        rows, factors, stacks = sums
+        choices, number = groups.choices[i], groups.experts[i]
+        given = (*_inputs(x, scales, choices, ids.shape[1]), _expert(weights, number, x.dtype))
+        _, pull = jax.vjp(partial(_group_product, config=config), *given)
+        pulled = pull(towards.at[choices].get(mode="fill", fill_value=0))
+        row, factor, one = jax.tree.map(lambda gradient: gradient.astype(jnp.float32), pulled)
+        # Every choice is in one group; an expert may have several.
+        rows, factors = jax.tree.map(
+            lambda whole, part: whole.at[choices].set(part, mode="drop"), (rows, factors), (row, factor)
+        )
+        return rows, factors, jax.tree.map(lambda whole, part: whole.at[number].add(part), stacks, one)
+
+    nothing = jnp.zeros((ids.size, x.shape[-1])), None if scales is None else jnp.zeros(ids.size)
+    stacks = jax.tree.map(lambda stack: jnp.zeros(stack.shape), weights)
+    rows, factors, stacks = lax.fori_loop(0, groups.used, add_group, (*nothing, stacks))
+    return (
+        rows.reshape(*ids.shape, x.shape[-1]).sum(axis=1).astype(x.dtype),
+        None if factors is None else factors.reshape(ids.shape).astype(scales.dtype),
+        jax.tree.map(lambda total, stack: total.astype(stack.dtype), stacks, weights),
+        None,
+    )
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _inputs(x: jax.Array, scales: jax.Array | None, choices: jax.Array, k: int) -> tuple[jax.Array, jax.Array | None]:
+    """What some choices give to an expert: rows of x, and scales. In place of nobody's choice stands the last one."""
+    choices = jnp.minimum(choices, x.shape[0] * k - 1)
+    return x[choices // k], None if scales is None else scales.reshape(x.shape[0] * k)[choices]
+
+
+def _group_product(rows: jax.Array, scales: jax.Array | None, expert: Weights, config: ExpertConfig) -> jax.Array:
+    return expert_product(rows if scales is None else _times(rows, scales), expert, config)
 
 
 class _Groups(NamedTuple):
@@ -180,17 +208,16 @@ class _Groups(NamedTuple):
     Attributes:
       experts: int32 `[n]`, the expert of each group.
       choices: int32 `[n, group]`, what is in it; `t k` where there is nothing.
-      slots: int32 `[t k]`, the reverse: where each choice is, in groups laid end to end; `n group` for none.
       used: int32, how many groups hold something. The rest, up to n, is empty.
     """
 
     experts: jax.Array
     choices: jax.Array
-    slots: jax.Array
     used: jax.Array
 
 
 def _groups(ids: jax.Array, num_experts: int, group: int) -> _Groups:
+    """Sorts `ids [t, k]` by expert, stably, into at most `n = min(t k, t k // group + e)` groups of `group` choices."""
     flat, total = ids.reshape(-1), ids.size
     most = min(total, total // group + num_experts)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
@@ -204,28 +231,7 @@ def _groups(ids: jax.Array, num_experts: int, group: int) -> _Groups:
     within = earlier[:, None] * group + jnp.arange(group, dtype=jnp.int32)[None]
     place = jnp.minimum(first_row[experts][:, None] + within, total - 1)
     choices = jnp.where(within < counts[experts][:, None], order[place], total)
-    rank = jnp.zeros(total, jnp.int32).at[order].set(jnp.arange(total, dtype=jnp.int32))
-    known = jnp.minimum(flat, num_experts - 1)
-    slots = jnp.where(flat < num_experts, first_group[known] * group + rank - first_row[known], most * group)
-    return _Groups(experts, choices, slots, ends[-1])
-
-
-@jax.custom_vjp
-def _rearranged(rows: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
-    """`rows[sources]`, with zeros for what is past the end. `targets` is the reverse: where each row goes, or past the
-    end. Each goes to one place at most, so that the gradient is a gather too, many times as fast as a scatter."""
-    return rows.at[sources].get(mode="fill", fill_value=0)
-
-
-def _rearranged_forward(rows: jax.Array, sources: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _rearranged(rows, sources, targets), targets
-
-
-def _rearranged_backward(targets: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None, None]:
-    return gradient.at[targets].get(mode="fill", fill_value=0), None, None
-
-
-_rearranged.defvjp(_rearranged_forward, _rearranged_backward)
+    return _Groups(experts, choices, ends[-1])
 
 
 def _scaled(x: jax.Array, chosen: jax.Array, scales: jax.Array | None) -> jax.Array:

@@ -55,24 +55,25 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, at: Positions, kv: Cache) -> tuple[jax.Array, Cache]:
         """`x [b, t, d]` -> `[b, t, d]` and the cache that follows, with all weights at hand."""
+        x, kv, _ = self.traced(x, at, kv)
+        return x, kv
+
+    def traced(self, x: jax.Array, at: Positions, kv: Cache) -> tuple[jax.Array, Cache, RouterTrace | None]:
+        """As calling the layer; of one with experts also what its router did."""
         x, kv = self.attend(x, at, kv)
-        return self.feed(x)[0], kv
+        with jax.named_scope("feed_forward"):
+            h = self.feed_forward_norm(x)
+            h = h.reshape(x.shape[0] * x.shape[1], h.shape[-1])
+            if isinstance(self.feed_forward, MoE):
+                out, trace = self.feed_forward.traced(h)
+                return self.add(x, out), kv, trace
+            return self.add(x, self.feed_forward(h)), kv, None
 
     def attend(self, x: jax.Array, at: Positions, kv: Cache) -> tuple[jax.Array, Cache]:
         """The attention half of the layer."""
         with jax.named_scope("attention"):
             out, kv = self.attention(self.attention_norm(x), at, kv)
             return self.add(x, out), kv
-
-    def feed(self, x: jax.Array) -> tuple[jax.Array, RouterTrace | None]:
-        """The feed-forward half of the layer, with all weights at hand; of a layer with experts also the trace."""
-        with jax.named_scope("feed_forward"):
-            h = self.feed_forward_norm(x)
-            h = h.reshape(x.shape[0] * x.shape[1], h.shape[-1])
-            if isinstance(self.feed_forward, MoE):
-                out, trace = self.feed_forward.traced(h)
-                return self.add(x, out), trace
-            return self.add(x, self.feed_forward(h)), None
 
     def route(self, x: jax.Array) -> Routed:
         """The feed-forward half up to the router split; for layers with experts."""
@@ -138,8 +139,7 @@ class Decoder(nnx.Module):
         at = Positions(positions, jnp.full((b,), t, jnp.int32))
         x, kv, traces = self.embed(tokens), Uncached(), []
         for layer in self.layers:
-            x, kv = layer.attend(x, at, kv)
-            x, trace = layer.feed(x)
+            x, kv, trace = layer.traced(x, at, kv)
             traces.append(trace)
         return self.logits(x), tuple(trace for trace in traces if trace is not None)
 

@@ -96,7 +96,8 @@ class MoE(nnx.Module):
         logits = self.router_logits(x)
         routing = self.choose(logits)
         weights, scales = self.experts.weights(), input_scales(self.config, routing)
-        products = kernel.batched(x, routing.ids, weights, self.config.expert, scales=scales)
+        group = kernel.group_size(routing.ids.size, self.config.num_experts)
+        products = kernel.grouped(x, routing.ids, weights, self.config.expert, group, scales)
         return self.combine(x, products, routing.weights), RouterTrace(logits, routing.ids)
 
     def route(self, x: jax.Array) -> Routing:
