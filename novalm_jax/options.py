@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
-from novalm_jax.errors import OptionError, RequestError
+from novalm_jax.errors import OptionError, RequestError, UserError
 from novalm_jax.units import parse_size
 
 Dtype = Literal["float32", "bfloat16"]
@@ -22,12 +22,45 @@ MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class _Checked:
+    """Options whose numbers are checked and made plain, whatever types they are given in."""
+
+    _error: ClassVar[type[UserError]] = OptionError
+
+    def _whole(self, name: str, least: int, most: int | None = None) -> None:
+        """Makes the field an int within these bounds; None stays where it is the default."""
+        value = getattr(self, name)
+        if value is None and self.__dataclass_fields__[name].default is None:
+            return
+        number = _as_whole(value)
+        if number is None or number < least or (most is not None and number > most):
+            raise self._error(f"{name}: expected {_range(least, most)}, got {_shown(value)}.")
+        object.__setattr__(self, name, number)
+
+    def _real(self, name: str, least: float = -math.inf, most: float = math.inf) -> None:
+        """Makes the field a finite float within these bounds; None stays where it is the default."""
+        value = getattr(self, name)
+        if value is None and self.__dataclass_fields__[name].default is None:
+            return
+        number = _as_real(value)
+        if number is None or not math.isfinite(number):
+            raise self._error(f"{name}: expected a number, got {_shown(value)}.")
+        if not least <= number <= most:
+            bounds = f"of at least {least:g}" if least == 0 else "above 0"
+            bounds += f" and at most {most:g}" if most < math.inf else ""
+            raise self._error(f"{name}: expected a number {bounds}, got {value}.")
+        object.__setattr__(self, name, number)
+
+
+@dataclass(frozen=True)
+class SamplingParams(_Checked):
     """How the tokens of one request are chosen. None means the checkpoint's own default, else the field's.
 
     Raises:
       RequestError: a value no sampler can honour; the message names the field.
     """
+
+    _error: ClassVar[type[UserError]] = RequestError
 
     max_tokens: int | None = None
     """Most tokens to generate. None: as many as the context holds."""
@@ -91,28 +124,6 @@ class SamplingParams:
         if None in items:
             raise RequestError(f"{name}: expected a list of {what}, got {_shown(values)}.")
         object.__setattr__(self, name, items)
-
-    def _whole(self, name: str, least: int, most: int | None = None) -> None:
-        value = getattr(self, name)
-        if value is None and type(self).__dataclass_fields__[name].default is None:
-            return
-        number = _as_whole(value)
-        if number is None or number < least or (most is not None and number > most):
-            raise RequestError(f"{name}: expected {_range(least, most)}, got {_shown(value)}.")
-        object.__setattr__(self, name, number)
-
-    def _real(self, name: str, least: float = -math.inf, most: float = math.inf) -> None:
-        value = getattr(self, name)
-        if value is None and type(self).__dataclass_fields__[name].default is None:
-            return
-        number = _as_real(value)
-        if number is None or not math.isfinite(number):
-            raise RequestError(f"{name}: expected a number, got {_shown(value)}.")
-        if not least <= number <= most:
-            bounds = f"of at least {least:g}" if least == 0 else "above 0"
-            bounds += f" and at most {most:g}" if most < math.inf else ""
-            raise RequestError(f"{name}: expected a number {bounds}, got {value}.")
-        object.__setattr__(self, name, number)
 
 
 @dataclass(frozen=True)
@@ -222,7 +233,7 @@ class StartBenchOptions:
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(_Checked):
     """What is trained, and how. A run goes on only with the options it began with.
 
     Raises:
@@ -252,7 +263,8 @@ class TrainOptions:
     batch_size: int = 8
     """Sequences of one update."""
     accumulate: int = 1
-    """Parts that a batch is computed in, one after another: less memory, the same update."""
+    """Parts that a batch is computed in, one after another: less memory, and the same update but for the balance loss,
+    which is that of each part."""
     learning_rate: float = 2e-3
     """The highest; it rises to it in `warmup` steps and falls to a tenth of it along a cosine."""
     warmup: int = 200
@@ -261,13 +273,14 @@ class TrainOptions:
     """Of matrices; norms and biases have none."""
     clip_norm: float = 1.0
     """Gradients longer than this are scaled down to it."""
-    balance_loss: float = 0.01
+    balance_loss: float = 0.05
     """Weight of the loss that spreads tokens over experts (arXiv:2101.03961)."""
     router_z_loss: float = 0.001
     """Weight of the loss that keeps router logits small (arXiv:2202.08906)."""
     balance_bias: float = 0.0
-    """Step of the biases that spread tokens without a loss (arXiv:2408.15664); above 0 routers are those of
-    DeepSeek-V3, and the model is written as glm4_moe in place of qwen3_moe."""
+    """Step of biases that spread tokens beside the balance loss, or in its place where that is 0 (arXiv:2408.15664).
+    Above 0 routers are those of DeepSeek-V3: sigmoids, and one more expert for all tokens; the model is a glm4_moe in
+    place of a qwen3_moe."""
     dtype: Dtype = "float32"
     """What is computed in; weights and the optimiser's state are float32."""
     validation: float = 0.02
@@ -281,25 +294,23 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
-        counts = "context_length layers hidden_size heads kv_heads experts experts_per_token expert_width steps"
+        counts = "layers hidden_size heads kv_heads experts experts_per_token expert_width context_length steps"
         for name in (*counts.split(), "batch_size", "accumulate", "evaluate_every", "save_every"):
-            _positive(name, getattr(self, name))
-        for name in ("learning_rate", "weight_decay", "clip_norm", "balance_loss", "router_z_loss", "balance_bias"):
-            number = _as_real(getattr(self, name))
-            if number is None or not 0 <= number < math.inf:
-                raise OptionError(f"{name}: expected a number of at least 0, got {_shown(getattr(self, name))}.")
-        for name in ("warmup", "seed"):
-            number = _as_whole(getattr(self, name))
-            if number is None or not 0 <= number < 2**31:
-                raise OptionError(f"{name}: expected {_range(0, 2**31 - 1)}, got {_shown(getattr(self, name))}.")
+            self._whole(name, 1, 2**31 - 1)
+        self._whole("vocab_size", 257, 65536)
+        self._whole("warmup", 0, 2**31 - 1)
+        self._whole("seed", 0, 2**31 - 1)
+        for name in ("weight_decay", "balance_loss", "router_z_loss", "balance_bias"):
+            self._real(name, 0.0)
+        for name in ("learning_rate", "clip_norm", "validation"):
+            self._real(name, math.ulp(0.0))
         self._fit_together()
 
     def _fit_together(self) -> None:
-        _positive("vocab_size", self.vocab_size)
-        if not 257 <= self.vocab_size <= 65536:
-            raise OptionError(f"vocab_size: expected 257 to 65536, all bytes and more, got {_shown(self.vocab_size)}.")
-        if not 0 < self.validation < 1:
-            raise OptionError(f"validation: expected a part between 0 and 1, got {_shown(self.validation)}.")
+        if self.validation >= 1:
+            raise OptionError(f"validation: expected a part between 0 and 1, got {self.validation}.")
+        if self.warmup >= self.steps:
+            raise OptionError(f"warmup: {self.warmup} steps leave none of {self.steps} for the highest learning rate.")
         for name, of in (("heads", "hidden_size"), ("kv_heads", "heads"), ("accumulate", "batch_size")):
             if getattr(self, of) % getattr(self, name):
                 raise OptionError(f"{name}: {getattr(self, name)} does not divide {of}, which is {getattr(self, of)}.")

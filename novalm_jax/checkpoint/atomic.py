@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ MANIFEST = ".novalm-work.json"
 """In the unfinished folder: what it is made from. It goes last, so a complete folder has it for a moment."""
 
 _UNFINISHED = ".unfinished"
+_PARTIAL = ".partial"
 _MAX_WRITE = 1 << 30  # Linux cuts a write at 2 GiB, macOS refuses it
 
 
@@ -65,6 +66,34 @@ def check_destination(destination: str | Path, source: Path | None = None) -> Pa
     return path
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file that is at no moment there in part, in place of one that may be there.
+
+    Raises:
+      WriteError: it cannot be written.
+    """
+    unfinished = path.with_name(path.name + _UNFINISHED)
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise WriteError(f"{path} cannot be written: {reason_of(error)}.") from error
+
+
+def unfinished_names(names: Iterable[str]) -> set[str]:
+    """Those names in a folder that a process left which died while it wrote."""
+    return {name for name in names if name.endswith((_UNFINISHED, _PARTIAL))}
+
+
+def settle(folder: Path) -> None:
+    """Ends what `Work.finish` leaves where the process dies at its last line: the folder is in place, and complete."""
+    with suppress(FileNotFoundError):
+        os.unlink(folder / MANIFEST)
+
+
 class Work:
     """The folder in the making: `<destination>.partial`. A context manager; `finish` puts it in place.
 
@@ -75,7 +104,7 @@ class Work:
     def __init__(self, destination: Path, identity: Mapping[str, Any], *, resumable: bool = True):
         """Takes a destination from `check_destination`, and what the folder is made from and how, as plain JSON."""
         self.destination = destination
-        self.folder = destination.with_name(destination.name + ".partial")
+        self.folder = destination.with_name(destination.name + _PARTIAL)
         self.identity = json.loads(json.dumps(identity))
         self._resumable = resumable
         self._lock = -1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import lzma
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,8 @@ class Corpus:
 
     Attributes:
       tokenizer: byte-level BPE.
-      train, valid: int32 `[n]`, documents one after another, each followed by `END`.
+      train, valid: int32 `[n]`, documents one after another, each followed by `END`; one more stands before the first
+        document of `valid`, so that every token of it has one to be predicted from.
       valid_bytes: length of the validation text in UTF-8, with one byte for each end.
     """
 
@@ -56,7 +58,7 @@ def read_corpus(
     train, valid = split(documents, validation, seed)
     tokenizer = tokenizer or train_tokenizer(train, vocab_size)
     valid_bytes = sum(len(document.encode()) + 1 for document in valid)
-    return Corpus(tokenizer, encode(tokenizer, train), encode(tokenizer, valid), valid_bytes)
+    return Corpus(tokenizer, encode(tokenizer, train), encode(tokenizer, ["", *valid]), valid_bytes)
 
 
 def split(documents: Sequence[str], validation: float, seed: int) -> tuple[list[str], list[str]]:
@@ -67,8 +69,8 @@ def split(documents: Sequence[str], validation: float, seed: int) -> tuple[list[
     """
     if len(documents) < 2:
         raise OptionError(
-            f"texts: there is {len(documents)} document; one to train on and one to validate with are needed. A line "
-            f"{END} ends a document."
+            f"texts: {len(documents)} documents were found; one to train on and one to validate with are needed. "
+            f"{END} stands between two."
         )
     sizes = np.array([len(document.encode()) for document in documents])
     order = np.random.default_rng((seed, 0)).permutation(len(documents))
@@ -100,18 +102,22 @@ def encode(tokenizer: tokenizers.Tokenizer, documents: Sequence[str]) -> np.ndar
 
 
 def batch(tokens: np.ndarray, length: int, size: int, number: int, seed: int) -> np.ndarray:
-    """Batch `number` (from 0): int32 `[size, length + 1]`, each row the next token's context and, at its end, itself.
+    """Batch `number` (from 0): int32 `[size, length + 1]`, in each row `length` tokens and the one after them.
 
     In an epoch every window of `length` tokens comes once, in an order of its own and from an offset of its own.
     """
     windows = (len(tokens) - length - 1) // length
-    rows = []
-    for sample in range(number * size, (number + 1) * size):
-        epoch, place = divmod(sample, windows)
-        draw = np.random.default_rng((seed, 1, epoch))
-        start = draw.integers(length) + length * draw.permutation(windows)[place]
-        rows.append(tokens[start : start + length + 1])
-    return np.stack(rows)
+    samples = (divmod(sample, windows) for sample in range(number * size, (number + 1) * size))
+    starts = [_epoch(seed, epoch, length, windows)[place] for epoch, place in samples]
+    return np.stack([tokens[start : start + length + 1] for start in starts])
+
+
+@lru_cache(2)
+def _epoch(seed: int, epoch: int, length: int, windows: int) -> np.ndarray:
+    """Where the windows of an epoch begin, in its order."""
+    draw = np.random.default_rng((seed, 1, epoch))
+    offset = draw.integers(length)
+    return offset + length * draw.permutation(windows)
 
 
 def _documents(path: Path) -> list[str]:

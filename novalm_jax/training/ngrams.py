@@ -7,6 +7,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from novalm_jax.training.data import Corpus
+
+
+def baselines(corpus: Corpus) -> dict[str, dict[str, float]]:
+    """Losses of counting models of the validation text, by name: in nats a token and bits a byte."""
+    found = {}
+    vocab_size, text = corpus.tokenizer.get_vocab_size(), corpus.valid[1:]
+    for order in (1, min(5, highest_order(vocab_size))):
+        nats = ngram_loss(corpus.train, text, vocab_size, order)
+        bits = nats * len(text) / np.log(2) / corpus.valid_bytes
+        found[f"{order}-gram"] = {"nats_per_token": nats, "bits_per_byte": bits}
+    return found
+
 
 def ngram_loss(train: np.ndarray, valid: np.ndarray, vocab_size: int, order: int, discount: float = 0.75) -> float:
     """Mean loss, in nats a token, of an n-gram model of `train` on `valid`; both int32 `[n]`.

@@ -42,10 +42,9 @@ def draw_losses(records: list[dict[str, Any]]) -> Figure:
     axes.plot([each["step"] for each in updates], [each["next_token"] for each in updates], lw=0.7, label="training")
     steps = [each["step"] for each in validations]
     axes.plot(steps, [each["nats_per_token"] for each in validations], "o-", ms=3, label="validation")
-    for name, value in of_kind(records, "baselines")[0].items():
-        if name.endswith("nats_per_token"):
-            axes.axhline(value, ls=":", lw=1, color="gray")
-            axes.annotate(name.split()[0], (0, value), va="bottom", fontsize="small", color="gray")
+    for name, loss in of_kind(records, "baselines")[0]["losses"].items():
+        axes.axhline(loss["nats_per_token"], ls=":", lw=1, color="gray")
+        axes.annotate(name, (0, loss["nats_per_token"]), va="bottom", fontsize="small", color="gray")
     axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.legend()
     return figure

@@ -8,6 +8,7 @@ and first weights are drawn from one seed. One thread.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,18 +21,20 @@ import optax
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from flax import nnx
 
+from novalm_jax.checkpoint.atomic import settle
 from novalm_jax.checkpoint.load import abstract_model
 from novalm_jax.checkpoint.progress import steps_bar
 from novalm_jax.checkpoint.write import save_model
 from novalm_jax.config import ModelConfig
+from novalm_jax.errors import EngineError, OptionError
 from novalm_jax.models.decoder import Decoder
 from novalm_jax.models.families import find_family
 from novalm_jax.models.moe import RouterTrace
 from novalm_jax.models.params import parameters_of
 from novalm_jax.options import TrainOptions
 from novalm_jax.training.data import Corpus, batch
-from novalm_jax.training.ngrams import highest_order, ngram_loss
-from novalm_jax.training.run_folder import METRICS, TOKENIZER, Log, hold, open_checkpoints, open_corpus
+from novalm_jax.training.ngrams import baselines
+from novalm_jax.training.run_folder import TOKENIZER, Log, hold, open_checkpoints, open_corpus
 
 Parameters = Mapping[str, jax.Array]
 """The trainable arrays of a model, by path, such as `layers.0.attention.q.weight`."""
@@ -75,7 +78,10 @@ def config_json(options: TrainOptions, vocab_size: int) -> dict[str, Any]:
 
 
 class Losses(NamedTuple):
-    """Means over tokens, and over layers, float32: `total` is what is minimised. load `[layers, e]` adds up to 1."""
+    """Means over tokens, and over layers, float32; `total` is minimised.
+
+    `load [layers, e]` is no loss: which part of all choices fell on each expert.
+    """
 
     total: jax.Array
     next_token: jax.Array
@@ -211,7 +217,7 @@ class Validation(NamedTuple):
 
 
 def validate(trainer: Trainer, parameters: Parameters, corpus: Corpus, options: TrainOptions) -> Validation:
-    """Every token of the validation text but the first, predicted from those before it in its window."""
+    """Every token of the validation text, predicted from those before it in its window."""
     rows, length = options.batch_size // options.accumulate, options.context_length
     count = len(corpus.valid) - 1
     windows = -(-count // length)
@@ -227,12 +233,12 @@ def validate(trainer: Trainer, parameters: Parameters, corpus: Corpus, options: 
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
-def train(texts: Sequence[Path], output: Path, options: TrainOptions) -> Path:
+def train(texts: Sequence[str | Path], output: str | Path, options: TrainOptions) -> Path:
     """Trains, or goes on training, and writes the model.
 
     Args:
       texts: files of UTF-8 text, also compressed with xz.
-      output: folder for run.json, the tokenizer, checkpoints (`state`), `METRICS` and, in the end, the model.
+      output: folder for run.json, the tokenizer, checkpoints (`state`), metrics.jsonl and, in the end, the model.
       options: what is trained, and how; of a run that goes on the ones it began with.
 
     Returns:
@@ -240,12 +246,18 @@ def train(texts: Sequence[Path], output: Path, options: TrainOptions) -> Path:
 
     Raises:
       OptionError: a text cannot be read or is too short, or `output` holds another run.
+      EngineError: the loss is no number any more; the last checkpoint is kept.
+      WriteError: a file cannot be written.
     """
+    if isinstance(texts, str | Path):
+        raise OptionError("texts: expected a list of files.")
+    paths, output = [Path(text) for text in texts], Path(output)
     model_folder = output / "model"
-    with hold(output, texts, options):
+    with hold(output, paths, options):
         if model_folder.exists():
+            settle(model_folder)
             return model_folder
-        corpus = open_corpus(output, texts, options)
+        corpus = open_corpus(output, paths, options)
         raw = config_json(options, corpus.tokenizer.get_vocab_size())
         trainer = Trainer(find_family(raw).read_config(raw), options)
         with open_checkpoints(output / "state") as checkpoints:
@@ -260,9 +272,9 @@ def _run(
     state, done = trainer.first_state(), checkpoints.latest_step() or 0
     if done:
         state = checkpoints.restore(done, args=ocp.args.StandardRestore(state))
-    log = Log(output / METRICS, done)
+    log = Log(output, done)
     if not done:
-        log.write(0, "baselines", baselines(corpus))
+        log.write(0, "baselines", {"losses": baselines(corpus)})
     with steps_bar("training", options.steps, done) as bar:
         for step in range(done + 1, options.steps + 1):
             start = time.perf_counter()
@@ -270,24 +282,17 @@ def _run(
             state, found, norm = trainer.update(state, tokens)
             named = {name: float(value) for name, value in found._asdict().items() if name != "load"}
             seconds = time.perf_counter() - start
+            if not math.isfinite(named["total"] + float(norm)):
+                raise EngineError(
+                    f"training: the loss of step {step} is {named['total']}, and its gradient {float(norm)}. Begin "
+                    f"anew with a learning_rate below {options.learning_rate}."
+                )
             log.write(step, "update", named | {"gradient_norm": float(norm), "seconds": seconds})
-            bar.set_postfix(
-                loss=named["next_token"], tokens_per_second=options.batch_size * options.context_length / seconds
-            )
+            speed = round(options.batch_size * options.context_length / seconds)
+            bar.set_postfix(loss=f"{named['next_token']:.3f}", tokens_per_second=speed)
             bar.update()
             if step == options.steps or step % options.evaluate_every == 0:
                 log.write(step, "validation", validate(trainer, state.parameters, corpus, options)._asdict())
             if step == options.steps or step % options.save_every == 0:
                 checkpoints.save(step, args=ocp.args.StandardSave(state))
     return state.parameters
-
-
-def baselines(corpus: Corpus) -> dict[str, float]:
-    """Losses of counting models on the validation text, as `Validation` has them."""
-    found: dict[str, float] = {}
-    vocab_size = corpus.tokenizer.get_vocab_size()
-    for order in (1, min(5, highest_order(vocab_size))):
-        nats = ngram_loss(corpus.train, corpus.valid, vocab_size, order)
-        bits = nats * len(corpus.valid) / np.log(2) / corpus.valid_bytes
-        found |= {f"{order}-gram nats_per_token": nats, f"{order}-gram bits_per_byte": bits}
-    return found

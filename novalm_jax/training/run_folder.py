@@ -6,7 +6,9 @@ Whatever moment the process dies at, every file is as it was, or complete. Refus
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from typing import Any
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 import tokenizers
 
-from novalm_jax.checkpoint.atomic import Work
+from novalm_jax.checkpoint.atomic import Work, settle, unfinished_names, write_whole
 from novalm_jax.checkpoint.header import reason_of
 from novalm_jax.errors import OptionError, some
 from novalm_jax.options import TrainOptions
@@ -30,6 +32,7 @@ TOKENIZER = "tokenizer"
 """The folder of the tokenizer."""
 
 _RUN = "run.json"
+_log = logging.getLogger("novalm_jax")
 
 
 @contextmanager
@@ -37,34 +40,49 @@ def hold(output: Path, texts: Sequence[Path], options: TrainOptions) -> Iterator
     """Keeps the folder of a run from other processes and other runs.
 
     Raises:
-      OptionError: it cannot be made, holds something else, or a process is at work in it; a text is not there.
+      OptionError: it cannot be made, holds something else, or a process is at work in it; a text cannot be read.
+      WriteError: it cannot be written.
     """
+    run = {"options": asdict(options), "texts": [[path.name, _digest(path)] for path in texts]}
     try:
-        run = {"options": asdict(options), "texts": [[path.name, path.stat().st_size] for path in texts]}
         output.mkdir(parents=True, exist_ok=True)
-        lock = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
+        folder = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        raise OptionError(f"{error.filename} cannot be used: {reason_of(error)}.") from None
+        raise OptionError(f"output: {output} cannot be a folder: {reason_of(error)}. Give another one.") from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OptionError(f"output: another process is at work in {output}. Let it end first.") from None
         _begin(output, run)
         yield
-    except BlockingIOError:
-        raise OptionError(f"output: another process is at work in {output}. Let it end first.") from None
     finally:
-        os.close(lock)
+        os.close(folder)
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise OptionError(f"texts: {path} cannot be read: {reason_of(error)}.") from None
 
 
 def _begin(output: Path, run: dict[str, Any]) -> None:
     """Writes down what the run is, and refuses to go on with another one."""
-    said = output / _RUN
-    if not (output / TOKENIZER).exists():
-        if others := sorted(set(os.listdir(output)) - {_RUN, _unfinished(said).name, f"{TOKENIZER}.partial"}):
-            raise OptionError(f"output: {output} holds {some(others, 3)}. Give a folder of its own.")
-        _rewrite(said, json.dumps(run, indent=2))
-    began = json.loads(said.read_text())
+    said, names = output / _RUN, set(os.listdir(output))
+    if others := sorted(names - unfinished_names(names)) if _RUN not in names else []:
+        raise OptionError(f"output: {output} holds {some(others, 3)}. Give a folder of its own.")
+    # Before there are tokens nothing has been done, and what was wrong may be mended.
+    if TOKENIZER not in names:
+        write_whole(said, json.dumps(run, indent=2).encode())
+    try:
+        began = json.loads(said.read_text())
+        options = dict(began["options"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise OptionError(f"output: {said} is damaged. Give another folder.") from None
     if began != run:
-        differing = [name for name, value in run["options"].items() if began["options"].get(name) != value]
+        differing = [name for name, value in run["options"].items() if options.get(name) != value]
         raise OptionError(
             f"output: {output} holds a run with other {', '.join(differing) or 'texts'}. Give the same to go on, or "
             "another folder to begin anew."
@@ -78,6 +96,7 @@ def open_corpus(output: Path, texts: Sequence[Path], options: TrainOptions) -> C
       OptionError: a text cannot be read, or is too short.
     """
     folder = output / TOKENIZER
+    settle(folder)
     known = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")) if folder.exists() else None
     corpus = read_corpus(texts, options.validation, options.seed, options.vocab_size, known)
     if len(corpus.train) < 2 * options.context_length + 2:
@@ -87,6 +106,8 @@ def open_corpus(output: Path, texts: Sequence[Path], options: TrainOptions) -> C
         )
     if known is not None:
         return corpus
+    if (size := corpus.tokenizer.get_vocab_size()) < options.vocab_size:
+        _log.warning("The texts give a vocabulary of %s tokens, fewer than vocab_size, %s.", size, options.vocab_size)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END, "add_bos_token": False}
     end = corpus.tokenizer.token_to_id(END)
     with Work(folder.absolute(), {}, resumable=False) as work:
@@ -108,32 +129,22 @@ def open_checkpoints(folder: Path) -> Iterator[ocp.CheckpointManager]:
 class Log:
     """Appends records to a file of JSON lines; begins with those up to a step, and forgets later ones."""
 
-    def __init__(self, path: Path, step: int):
-        lines = path.read_text().splitlines(keepends=True) if step else []
-        # A last line that a kill cut short is later than any checkpoint.
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        _rewrite(path, "".join(kept))
-        self._path = path
+    def __init__(self, output: Path, step: int):
+        self._path = output / METRICS
+        kept = [record for record in read_metrics(output) if record["step"] <= step] if step else []
+        write_whole(self._path, "".join(map(_line, kept)).encode())
 
     def write(self, step: int, kind: str, record: Mapping[str, Any]) -> None:
         """Adds a record."""
         with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, "kind": kind, **record}) + "\n")
+            file.write(_line({"step": step, "kind": kind, **record}))
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
-    """The records of a run, in order."""
-    return [json.loads(line) for line in (output / METRICS).read_text().splitlines()]
+    """The records of a run, in order; without a last one that a kill cut short."""
+    lines = (output / METRICS).read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _rewrite(path: Path, text: str) -> None:
-    """A file with this text, at no moment with a part of it."""
-    with _unfinished(path).open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(_unfinished(path), path)
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(path.name + ".unfinished")
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record) + "\n"

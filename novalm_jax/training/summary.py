@@ -18,15 +18,14 @@ def summary(records: Sequence[dict[str, Any]], tokens_per_step: int) -> str:
     last, updates = of_kind(records, "validation")[-1], of_kind(records, "update")
     shares = [part * len(layer) for layer in last["load"] for part in layer]
     seconds = median(record["seconds"] for record in updates)
-    names = sorted({name.split()[0] for name in counting if name.endswith("bits_per_byte")})
-    rows = [
-        *((name, counting[f"{name} nats_per_token"], counting[f"{name} bits_per_byte"]) for name in names),
-        ("model", last["nats_per_token"], last["bits_per_byte"]),
-    ]
+    losses = counting["losses"] | {"model": last}
     return "\n".join(
         [
             "validation  nats a token  bits a byte",
-            *(f"{name:<10} {nats:13.3f} {bits:12.3f}" for name, nats, bits in rows),
+            *(
+                f"{name:<10} {loss['nats_per_token']:13.3f} {loss['bits_per_byte']:12.3f}"
+                for name, loss in losses.items()
+            ),
             f"experts     chosen {min(shares):.2f} to {max(shares):.2f} times as often as an even share",
             f"training    {last['step']} steps of {tokens_per_step} tokens, {tokens_per_step / seconds:.0f} tokens/s",
         ]

@@ -24,8 +24,8 @@ def test_documents_of_plain_and_compressed_files_become_tokens(tmp_path: Path) -
     packed.write_bytes(lzma.compress(f"\n{END}\n\n{END}".join(DOCUMENTS[4:]).encode()))
     corpus = read_corpus([plain, packed], 0.2, 3, 300)
     decoded = [corpus.tokenizer.decode(part, skip_special_tokens=False) for part in (corpus.train, corpus.valid)]
-    assert all(text.endswith(END) for text in decoded)
-    found = [text.removesuffix(END).split(END) for text in decoded]
+    assert all(text.endswith(END) for text in decoded) and decoded[1].startswith(END)
+    found = [text.removesuffix(END).removeprefix(END).split(END) for text in decoded]
     assert found[1] and sorted(found[0] + found[1]) == sorted(text.strip() for text in DOCUMENTS)
     assert corpus.valid_bytes == sum(len(text.encode()) + 1 for text in found[1])
     assert corpus.tokenizer.get_vocab_size() == 300 and corpus.tokenizer.token_to_id(END) == 0
@@ -80,8 +80,8 @@ def test_a_batch_may_span_epochs() -> None:
     [
         (None, "cannot be read: No such file"),
         (b"\xff\xfe", "is not text in UTF-8"),
-        (b"one document", "there is 1 document"),
-        (b"", "there is 0 document"),
+        (b"one document", "1 documents were found"),
+        (b"", "0 documents were found"),
     ],
 )
 def test_files_that_are_no_text_are_told(content: bytes | None, said: str, tmp_path: Path) -> None:

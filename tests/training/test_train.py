@@ -53,7 +53,7 @@ def test_the_model_that_comes_out_speaks(run: Path, text: Path, capfd: pytest.Ca
 def test_the_summary_has_the_last_validation_and_the_median_speed() -> None:
     validation = {"kind": "validation", "step": 8, "nats_per_token": 2.5, "bits_per_byte": 1.25}
     records = [
-        {"kind": "baselines", "step": 0, "1-gram nats_per_token": 5.0, "1-gram bits_per_byte": 2.0},
+        {"kind": "baselines", "step": 0, "losses": {"1-gram": {"nats_per_token": 5.0, "bits_per_byte": 2.0}}},
         *({"kind": "update", "step": step, "seconds": seconds} for step, seconds in enumerate([9.0, 0.5, 0.25], 1)),
         validation | {"step": 4, "nats_per_token": 9.0, "load": [[0.5, 0.5]]},
         validation | {"load": [[0.25, 0.75], [0.5, 0.5]]},
@@ -95,17 +95,18 @@ def test_pictures_without_matplotlib_are_refused_before_anything_is_done(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["gone.txt"], "gone.txt cannot be used: No such file"),
+        (["gone.txt"], "texts: gone.txt cannot be read: No such file"),
         ([], "texts"),
-        (["--vocab-size", "100"], "vocab_size: expected 257 to 65536"),
+        (["--vocab-size", "100"], "vocab_size: expected a whole number of at least 257 and at most 65536"),
         (["--experts-per-token", "9"], "experts_per_token: 9 is more than experts, which is 4"),
         (["--heads", "3"], "heads: 3 does not divide hidden_size, which is 16"),
         (["--heads", "16"], "heads: a head of 1 is odd"),
         (["--accumulate", "4"], "accumulate: 4 does not divide batch_size, which is 2"),
         (["--validation", "1"], "validation: expected a part between 0 and 1"),
-        (["--learning-rate", "nan"], "learning_rate: expected a number of at least 0"),
-        (["--clip-norm", "-1"], "clip_norm: expected a number of at least 0"),
+        (["--learning-rate", "nan"], "learning_rate: expected a number, got nan"),
+        (["--clip-norm", "0"], "clip_norm: expected a number above 0"),
         (["--steps", "0"], "steps: expected a whole number of at least 1"),
+        (["--warmup", "4"], "warmup: 4 steps leave none of 4"),
         (["--seed", "-1"], "seed: expected a whole number of at least 0"),
     ],
 )
