@@ -16,3 +16,11 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_go_with_their_module() -> Iterator[None]:
+    """A compiled program holds several memory mappings, and the system gives a process 65530 of them: without this, a
+    whole run comes close, and then reading a program from the cache ends the process."""
+    yield
+    jax.clear_caches()
