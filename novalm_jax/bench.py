@@ -14,7 +14,7 @@ from typing import Any
 import tyro
 
 from novalm_jax.commands import run_command
-from novalm_jax.options import LoadBenchOptions, StartBenchOptions
+from novalm_jax.options import BenchOptions
 
 _PROGRAM = "python -m novalm_jax.bench"
 
@@ -29,7 +29,7 @@ class LoadCommand:
     """Write one JSON object in place of a table."""
     debug: bool = False
     """Show tracebacks."""
-    options: tyro.conf.OmitArgPrefixes[LoadBenchOptions] = field(default_factory=LoadBenchOptions)
+    options: tyro.conf.OmitArgPrefixes[BenchOptions] = field(default_factory=BenchOptions)
 
 
 def _load(command: LoadCommand) -> None:
@@ -55,7 +55,7 @@ class StartCommand:
     """Write one JSON object in place of a table."""
     debug: bool = False
     """Show tracebacks."""
-    options: tyro.conf.OmitArgPrefixes[StartBenchOptions] = field(default_factory=StartBenchOptions)
+    options: tyro.conf.OmitArgPrefixes[BenchOptions] = field(default_factory=BenchOptions)
 
 
 def _start(command: StartCommand) -> None:

@@ -197,35 +197,17 @@ class ConvertOptions:
 
 
 @dataclass(frozen=True)
-class LoadBenchOptions:
-    """How loading is measured.
+class BenchOptions:
+    """How something is measured.
 
     Raises:
       OptionError: a value outside its range; the message names the option.
     """
 
     dtype: Dtype = "bfloat16"
-    """What weights are rounded to."""
+    """What weights are rounded to, and computed in."""
     rounds: int = 5
-    """How often the files are read in each way; medians count."""
-
-    def __post_init__(self) -> None:
-        check_dtype(self.dtype)
-        _positive("rounds", self.rounds)
-
-
-@dataclass(frozen=True)
-class StartBenchOptions:
-    """How the time until the first token is measured.
-
-    Raises:
-      OptionError: a value outside its range; the message names the option.
-    """
-
-    dtype: Dtype = "bfloat16"
-    """What weights are rounded to and computed in."""
-    rounds: int = 5
-    """Starts with programs that are compiled already; the median counts."""
+    """How often it is measured; medians count."""
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)

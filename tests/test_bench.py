@@ -14,7 +14,7 @@ from novalm_jax.benchmarks import loading
 from novalm_jax.benchmarks.loading import LoadRates, forget, measure_loading, read_plainly
 from novalm_jax.benchmarks.starting import StartTimes, measure_start
 from novalm_jax.errors import CheckpointError, OptionError
-from novalm_jax.options import LoadBenchOptions, StartBenchOptions
+from novalm_jax.options import BenchOptions
 from tiny_checkpoints import tiny_checkpoint
 
 
@@ -38,7 +38,7 @@ def test_both_ways_are_taken_in_turns_from_files_that_were_forgotten(
     monkeypatch.setattr(loading, "forget", noted("forget", forget))
     monkeypatch.setattr(loading, "read_plainly", noted("plain", read_plainly))
     monkeypatch.setattr(loading.Checkpoint, "read", noted("load", loading.Checkpoint.read))
-    rates = measure_loading(model, LoadBenchOptions(rounds=3))
+    rates = measure_loading(model, BenchOptions(rounds=3))
     forward, back = ["forget", "plain", "forget", "load"], ["forget", "load", "forget", "plain"]
     assert done == forward + back + forward
     assert len(rates.plain_seconds) == len(rates.load_seconds) == 3
@@ -121,7 +121,7 @@ def test_all_starts_share_one_cache_that_is_empty_at_first(model: Path, monkeypa
 
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
     monkeypatch.setattr(subprocess, "Popen", noted)
-    measure_start(model, StartBenchOptions(rounds=1))
+    measure_start(model, BenchOptions(rounds=1))
     (first, empty), (second, full) = begun
     assert first == second and not empty and full
 
@@ -140,6 +140,6 @@ def test_mistakes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert bench.main(["--help"]) == 0
     assert "load     Measure how fast" in capsys.readouterr().out
     with pytest.raises(OptionError, match="rounds"):
-        LoadBenchOptions(rounds=0)
+        BenchOptions(rounds=0)
     with pytest.raises(OptionError, match="dtype"):
-        LoadBenchOptions(dtype="int8")  # type: ignore[arg-type]
+        BenchOptions(dtype="int8")  # type: ignore[arg-type]

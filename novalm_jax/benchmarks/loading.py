@@ -18,7 +18,7 @@ from typing import Any
 from novalm_jax.checkpoint.header import open_file, unreadable
 from novalm_jax.checkpoint.load import Checkpoint, parameter_dtypes
 from novalm_jax.errors import CheckpointError
-from novalm_jax.options import LoadBenchOptions
+from novalm_jax.options import BenchOptions
 from novalm_jax.units import format_size
 
 _BUFFER = 16 << 20  # of the plain read; it is used again and again, as a copy of a file would
@@ -79,7 +79,7 @@ class LoadRates:
         return "\n".join(f"{name:<11} {value}" for name, value in rows)
 
 
-def measure_loading(model: str | Path, options: LoadBenchOptions) -> LoadRates:
+def measure_loading(model: str | Path, options: BenchOptions) -> LoadRates:
     """Reads the weights of a checkpoint `rounds` times in each way, the ways in turns.
 
     Raises:

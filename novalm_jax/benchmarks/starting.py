@@ -18,7 +18,7 @@ from typing import Any
 
 from novalm_jax.checkpoint.hub import find_folder
 from novalm_jax.errors import EngineError, OptionError
-from novalm_jax.options import StartBenchOptions
+from novalm_jax.options import BenchOptions
 
 _PROMPT = "Once upon a time"
 
@@ -46,7 +46,7 @@ class StartTimes:
         return "\n".join(f"{name:<11} {value}" for name, value in rows)
 
 
-def measure_start(model: str | Path | None, options: StartBenchOptions) -> StartTimes:
+def measure_start(model: str | Path | None, options: BenchOptions) -> StartTimes:
     """Starts the generate command once with an empty cache for compiled programs, and `rounds` times with a full one.
 
     Raises:

@@ -118,7 +118,7 @@ def balance_loss(trace: RouterTrace, load: jax.Array) -> jax.Array:
 def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
     """AdamW (arXiv:1711.05101) on clipped gradients; the rate warms up, then falls along a cosine."""
     rate = optax.warmup_cosine_decay_schedule(
-        0.0, options.learning_rate, options.warmup, max(options.steps, options.warmup + 1), options.learning_rate / 10
+        0.0, options.learning_rate, options.warmup, options.steps, options.learning_rate / 10
     )
     chain = optax.chain(
         optax.clip_by_global_norm(options.clip_norm),
