@@ -31,6 +31,8 @@ METRICS = "metrics.jsonl"
 TOKENIZER = "tokenizer"
 """The folder of the tokenizer."""
 
+# A small model knows little about rare words: a choice among all of them soon loses the thread.
+_SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
 _RUN = "run.json"
 _log = logging.getLogger("novalm_jax")
 
@@ -110,10 +112,11 @@ def open_corpus(output: Path, texts: Sequence[Path], options: TrainOptions) -> C
         _log.warning("The texts give a vocabulary of %s tokens, fewer than vocab_size, %s.", size, options.vocab_size)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END, "add_bos_token": False}
     end = corpus.tokenizer.token_to_id(END)
+    generation = _SAMPLING | {"bos_token_id": end, "eos_token_id": end}
     with Work(folder.absolute(), {}, resumable=False) as work:
         work.put("tokenizer.json", corpus.tokenizer.to_str(pretty=True).encode())
         work.put("tokenizer_config.json", json.dumps(config, indent=2).encode())
-        work.put("generation_config.json", json.dumps({"bos_token_id": end, "eos_token_id": end}, indent=2).encode())
+        work.put("generation_config.json", json.dumps(generation, indent=2).encode())
         work.finish()
     return corpus
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from novalm_jax import LLM, SamplingParams
+from novalm_jax.text.generation_config import GenerationConfig
 from novalm_jax.train import main
 from novalm_jax.training.data import END
 from novalm_jax.training.pictures import draw_experts, draw_losses
@@ -44,6 +45,7 @@ def test_the_model_that_comes_out_speaks(run: Path, text: Path, capfd: pytest.Ca
     assert sorted(path.name for path in folder.iterdir()) == [
         *["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     ]
+    assert GenerationConfig.load(folder).sampling() == {"temperature": 0.8, "top_p": 0.95}
     with LLM(folder, dtype="float32") as llm:
         (out,) = llm.generate("little", SamplingParams(max_tokens=5, temperature=0, ignore_eos=True))
         assert len(out.token_ids) == 5
