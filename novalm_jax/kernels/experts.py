@@ -132,6 +132,8 @@ def grouped(
     The work is that of the chosen experts, rounded up to whole groups. For many rows. Differentiable in reverse mode,
     at the same cost and with one expert at a time, too; gradients of weights add up in float32.
     """
+    if ids.size == 0:
+        return jnp.zeros((*ids.shape, x.shape[-1]), x.dtype)
     return _grouped(x, scales, weights, ids, config, group)
 
 
