@@ -68,9 +68,10 @@ def split(documents: Sequence[str], validation: float, seed: int) -> tuple[list[
       OptionError: there are fewer than two.
     """
     if len(documents) < 2:
+        found = "only one document" if documents else "no document"
         raise OptionError(
-            f"texts: {len(documents)} documents were found; one to train on and one to validate with are needed. "
-            f"{END} stands between two."
+            f"texts: {found} was found, and two are needed at least: one to train on and one to validate with. Put "
+            f"{END} between documents."
         )
     sizes = np.array([len(document.encode()) for document in documents])
     order = np.random.default_rng((seed, 0)).permutation(len(documents))

@@ -80,8 +80,8 @@ def test_a_batch_may_span_epochs() -> None:
     [
         (None, "cannot be read: No such file"),
         (b"\xff\xfe", "is not text in UTF-8"),
-        (b"one document", "1 documents were found"),
-        (b"", "0 documents were found"),
+        (b"one document", "only one document was found"),
+        (b"", "no document was found"),
     ],
 )
 def test_files_that_are_no_text_are_told(content: bytes | None, said: str, tmp_path: Path) -> None:
