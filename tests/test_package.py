@@ -13,8 +13,10 @@ ROOT = Path(__file__).parent.parent
 OUTSIDE = """
 import novalm_jax
 from novalm_jax.parallel.plan import ShardingPlan
+from novalm_jax.resources import resource_folder
 print(novalm_jax.__file__)
 assert ShardingPlan.read("single").mesh_shape == {"data": 1, "expert": 1, "tensor": 1}
+assert resource_folder("checkpoints").parent.name == "novalm_jax"
 with novalm_jax.LLM(None, compilation_cache=False) as llm:
     (out,) = llm.generate("Once upon a time", novalm_jax.SamplingParams(max_tokens=4, temperature=0))
 print(out.text)
