@@ -9,12 +9,13 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import tyro
 
 from novalm_jax.commands import run_command
-from novalm_jax.options import BenchOptions
+from novalm_jax.options import BenchOptions, EngineOptions, MakeModelOptions
 
 _PROGRAM = "python -m novalm_jax.bench"
 
@@ -65,9 +66,74 @@ def _start(command: StartCommand) -> None:
     print(json.dumps(times.to_dict()) if command.json else times)
 
 
+@dataclass(frozen=True)
+class MakeModelCommand:
+    """Write a checkpoint of random weights in a given shape, to measure with."""
+
+    folder: tyro.conf.Positional[Path]
+    """Folder to be made; must not exist, or be empty."""
+    debug: bool = False
+    """Show tracebacks."""
+    options: tyro.conf.OmitArgPrefixes[MakeModelOptions] = field(default_factory=MakeModelOptions)
+
+
+def _make_model(command: MakeModelCommand) -> None:
+    from novalm_jax.benchmarks.making import make_model
+
+    print(make_model(command.folder, command.options))
+
+
+@dataclass(frozen=True)
+class _RunCommand:
+    """A model that is run, and how."""
+
+    model: tyro.conf.Positional[str | None] = None
+    """Folder of a Hugging Face checkpoint, or the name (org/name) of one in the Hugging Face cache. None: the model in
+    this package."""
+    prompt_tokens: int = 64
+    """Random tokens of the prompt."""
+    json: bool = False
+    """Write one JSON object in place of a table."""
+    debug: bool = False
+    """Show tracebacks."""
+    engine: tyro.conf.OmitArgPrefixes[EngineOptions] = field(default_factory=EngineOptions)
+
+
+@dataclass(frozen=True)
+class PrefillCommand(_RunCommand):
+    """Measure how fast a prompt goes through a model, and what is moved for it."""
+
+    prompt_tokens: int = 1024
+
+
+def _prefill(command: PrefillCommand) -> None:
+    from novalm_jax.benchmarks.running import measure_prefill
+
+    figures = measure_prefill(command.model, command.prompt_tokens, command.engine)
+    print(json.dumps(figures.to_dict()) if command.json else figures)
+
+
+@dataclass(frozen=True)
+class DecodeCommand(_RunCommand):
+    """Measure how fast tokens come after a prompt, and what is moved for them."""
+
+    tokens: int = 64
+    """Tokens to generate."""
+
+
+def _decode(command: DecodeCommand) -> None:
+    from novalm_jax.benchmarks.running import measure_decode
+
+    figures = measure_decode(command.model, command.prompt_tokens, command.tokens, command.engine)
+    print(json.dumps(figures.to_dict()) if command.json else figures)
+
+
 _BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
     "load": (LoadCommand, _load),
     "start": (StartCommand, _start),
+    "make-model": (MakeModelCommand, _make_model),
+    "prefill": (PrefillCommand, _prefill),
+    "decode": (DecodeCommand, _decode),
 }
 
 
@@ -76,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
     if name not in _BENCHMARKS:
         asked = name in ("-h", "--help")
-        lines = [f"  {known:<8} {options.__doc__}" for known, (options, _) in _BENCHMARKS.items()]
+        lines = [f"  {known:<11} {options.__doc__}" for known, (options, _) in _BENCHMARKS.items()]
         print(
             f"usage: {_PROGRAM} BENCHMARK ... (BENCHMARK --help shows its options)",
             *lines,

@@ -5,12 +5,15 @@ Works with jax 0.10.2 (Python 3.11) and later. Imports JAX inside functions, as 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
 
 if TYPE_CHECKING:
     import jax
@@ -115,6 +118,33 @@ def compilation_cache_folder() -> Path:
     """Where the user's compiled programs are kept: below XDG_CACHE_HOME, else ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "novalm-jax" / "programs"
+
+
+def pinned_array(shape: tuple[int, ...], dtype: np.dtype) -> tuple[jax.Array, np.ndarray]:
+    """Zeros in pinned host memory, and a view of the same memory that can be written.
+
+    The view is good for as long as the array is there. JAX knows nothing of what is written through it: nobody else
+    may read the array meanwhile.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    array = jax.jit(lambda: jax.device_put(jnp.zeros(shape, dtype), jax.memory.Space.Host))()
+    assert array.sharding.memory_kind == "pinned_host", array.sharding
+    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.unsafe_buffer_pointer())
+    return array, np.frombuffer(memory, dtype).reshape(shape)
+
+
+def copy_to_device(array: np.ndarray) -> jax.Array:
+    """A copy on the default device, complete on return: what becomes of `array` after that does not matter.
+
+    On the CPU `device_put` would take over its memory instead.
+    """
+    import jax
+
+    if jax.default_backend() == "cpu":
+        array = array.copy()
+    return jax.device_put(array).block_until_ready()
 
 
 def device_bytes(device: jax.Device) -> int | None:

@@ -144,11 +144,22 @@ class EngineOptions:
     """Tokens of prompt and output together; auto: the model's own, cut to what the memory holds."""
     max_batch: int = 8
     """Requests that are decoded together."""
+    policy: Literal["decayed", "lru"] = "decayed"
+    """Which expert leaves when a slot is needed: the one that was used least, or longest ago."""
+    prefetch: Literal["lookahead", "off"] = "lookahead"
+    """lookahead: fetch experts that the router of the next layer would choose for the hidden state of this one."""
+    link: str | int | None = None
+    """Bytes a second that uploads take at least (2GB/s), to measure what a slower link would do; None for what there
+    is."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, for a quick next start."""
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
+        _one_of(self, "policy")
+        _one_of(self, "prefetch")
+        if self.link_rate is not None and self.link_rate < 1:
+            raise OptionError(f"link: {_shown(self.link)} lets nothing through; give 2GB/s, or so.")
         _positive("max_batch", self.max_batch)
         context = self.context_length
         if isinstance(context, str) and context != "auto":
@@ -158,6 +169,14 @@ class EngineOptions:
             object.__setattr__(self, "context_length", int(context))
         if self.context_length != "auto":
             _positive("context_length", self.context_length)
+
+    @property
+    def link_rate(self) -> int | None:
+        """`link` in bytes a second."""
+        if self.link is None:
+            return None
+        size = self.link.removesuffix("/s") if isinstance(self.link, str) else self.link
+        return parse_size(size, name="link")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -173,22 +192,21 @@ class ConvertOptions:
       OptionError: a value outside its range; the message names the option.
     """
 
-    to: Literal["safetensors", "orbax"] = "safetensors"
-    """safetensors: a folder as on the Hugging Face Hub. orbax: weights as Orbax keeps them, for work in JAX."""
+    to: Literal["safetensors", "store", "orbax"] = "safetensors"
+    """safetensors: a folder as on the Hugging Face Hub. store: .safetensors files laid out for streaming, in which an
+    expert is one read and has a checksum. orbax: weights as Orbax keeps them, for work in JAX."""
     dtype: Literal["as-stored", "float32", "bfloat16"] = "as-stored"
     """What weights are rounded to; as-stored leaves every bit as it is."""
     shard_size: str | int = "5GB"
     """Most bytes of weights in one .safetensors file; a tensor that is larger has a file of its own."""
 
     def __post_init__(self) -> None:
-        for name in ("to", "dtype"):
-            allowed = get_args(get_type_hints(ConvertOptions)[name])
-            if getattr(self, name) not in allowed:
-                raise OptionError(f"{name}: {_shown(getattr(self, name))} is not one of {', '.join(allowed)}.")
+        _one_of(self, "to")
+        _one_of(self, "dtype")
         if self.shard_bytes < 1:
             raise OptionError(f"shard_size: {_shown(self.shard_size)} leaves no room for weights; give 5GB, or so.")
-        if self.to == "orbax" and self.shard_size != ConvertOptions.shard_size:
-            raise OptionError("shard_size: only .safetensors files have one; leave it out, or convert to safetensors.")
+        if self.to != "safetensors" and self.shard_size != ConvertOptions.shard_size:
+            raise OptionError("shard_size: only plain .safetensors files have one; leave it out, or convert to those.")
 
     @property
     def shard_bytes(self) -> int:
@@ -215,15 +233,15 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
-class TrainOptions(_Checked):
-    """What is trained, and how. A run goes on only with the options it began with.
+class ModelShape(_Checked):
+    """The sizes of a Mixture-of-Experts model.
 
     Raises:
-      OptionError: a value outside its range; the message names the option.
+      OptionError: a value outside its range, or that does not fit another; the message names the option.
     """
 
     vocab_size: int = 4096
-    """Tokens of the byte-level BPE vocabulary."""
+    """Tokens of the vocabulary; of a model that is trained, of a byte-level BPE."""
     context_length: int = 512
     """Tokens that the model sees at once."""
     layers: int = 5
@@ -240,6 +258,57 @@ class TrainOptions(_Checked):
     """Experts that a token chooses in each layer."""
     expert_width: int = 128
     """Inner width of an expert."""
+
+    def __post_init__(self) -> None:
+        sizes = "vocab_size context_length layers hidden_size heads kv_heads experts experts_per_token expert_width"
+        for name in sizes.split():
+            self._whole(name, 1, 2**31 - 1)
+        self._divides("heads", "hidden_size")
+        self._divides("kv_heads", "heads")
+        if self.hidden_size // self.heads % 2:
+            raise OptionError(f"heads: a head of {self.hidden_size // self.heads} is odd; rotary positions need pairs.")
+        if self.experts_per_token > self.experts:
+            raise OptionError(
+                f"experts_per_token: {self.experts_per_token} is more than experts, which is {self.experts}."
+            )
+
+    def _divides(self, name: str, of: str) -> None:
+        if getattr(self, of) % getattr(self, name):
+            raise OptionError(f"{name}: {getattr(self, name)} does not divide {of}, which is {getattr(self, of)}.")
+
+
+@dataclass(frozen=True)
+class MakeModelOptions(ModelShape):
+    """A model of random weights, to measure with. The default has 0.9 billion parameters, 1.8 GB in bfloat16."""
+
+    vocab_size: int = 32000
+    context_length: int = 4096
+    layers: int = 16
+    hidden_size: int = 1024
+    heads: int = 16
+    kv_heads: int = 4
+    experts: int = 32
+    experts_per_token: int = 4
+    expert_width: int = 512
+    dtype: Dtype = "bfloat16"
+    """What weights are stored in."""
+    seed: int = 0
+    """Of the weights."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_dtype(self.dtype)
+        self._whole("seed", 0, 2**31 - 1)
+
+
+@dataclass(frozen=True)
+class TrainOptions(ModelShape):
+    """What is trained, and how. A run goes on only with the options it began with.
+
+    Raises:
+      OptionError: a value outside its range; the message names the option.
+    """
+
     steps: int = 2000
     """Updates of the weights."""
     batch_size: int = 8
@@ -275,9 +344,9 @@ class TrainOptions(_Checked):
     """Of the split, the first weights and the order of the data."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_dtype(self.dtype)
-        counts = "layers hidden_size heads kv_heads experts experts_per_token expert_width context_length steps"
-        for name in (*counts.split(), "batch_size", "accumulate", "evaluate_every", "save_every"):
+        for name in ("steps", "batch_size", "accumulate", "evaluate_every", "save_every"):
             self._whole(name, 1, 2**31 - 1)
         self._whole("vocab_size", 257, 65536)
         self._whole("warmup", 0, 2**31 - 1)
@@ -286,22 +355,11 @@ class TrainOptions(_Checked):
             self._real(name, 0.0)
         for name in ("learning_rate", "clip_norm", "validation"):
             self._real(name, math.ulp(0.0))
-        self._fit_together()
-
-    def _fit_together(self) -> None:
         if self.validation >= 1:
             raise OptionError(f"validation: expected a part between 0 and 1, got {self.validation}.")
         if self.warmup >= self.steps:
             raise OptionError(f"warmup: {self.warmup} steps leave none of {self.steps} for the highest learning rate.")
-        for name, of in (("heads", "hidden_size"), ("kv_heads", "heads"), ("accumulate", "batch_size")):
-            if getattr(self, of) % getattr(self, name):
-                raise OptionError(f"{name}: {getattr(self, name)} does not divide {of}, which is {getattr(self, of)}.")
-        if self.hidden_size // self.heads % 2:
-            raise OptionError(f"heads: a head of {self.hidden_size // self.heads} is odd; rotary positions need pairs.")
-        if self.experts_per_token > self.experts:
-            raise OptionError(
-                f"experts_per_token: {self.experts_per_token} is more than experts, which is {self.experts}."
-            )
+        self._divides("accumulate", "batch_size")
 
 
 def check_dtype(dtype: str) -> None:
@@ -312,6 +370,13 @@ def check_dtype(dtype: str) -> None:
     """
     if dtype not in get_args(Dtype):
         raise OptionError(f"dtype: {dtype!r} is not one of {', '.join(get_args(Dtype))}.")
+
+
+def _one_of(options: object, name: str) -> None:
+    """Refuses a value that the type of the field does not list."""
+    value, allowed = getattr(options, name), get_args(get_type_hints(type(options))[name])
+    if value not in allowed:
+        raise OptionError(f"{name}: {_shown(value)} is not one of {', '.join(allowed)}.")
 
 
 def _positive(name: str, value: object) -> None:

@@ -2,18 +2,21 @@
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from novalm_jax import bench
+from novalm_jax import LLM, bench, load_model
 from novalm_jax.benchmarks import loading
 from novalm_jax.benchmarks.loading import LoadRates, forget, measure_loading, read_plainly
 from novalm_jax.benchmarks.starting import StartTimes, measure_start
-from novalm_jax.errors import CheckpointError, OptionError
+from novalm_jax.errors import BudgetError, CheckpointError, OptionError
+from novalm_jax.models.params import parameters_of
 from novalm_jax.options import BenchOptions
 from tiny_checkpoints import tiny_checkpoint
 
@@ -126,6 +129,56 @@ def test_all_starts_share_one_cache_that_is_empty_at_first(model: Path, monkeypa
     assert first == second and not empty and full
 
 
+def test_a_model_of_random_weights_has_the_shape_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "--layers 2 --hidden-size 32 --heads 2 --kv-heads 1 --experts 6 --experts-per-token 2 --expert-width 16"
+    shape += " --vocab-size 100 --context-length 128 --dtype float32"
+    for name, seed in (("one", "1"), ("same", "1"), ("other", "2")):
+        assert bench.main(["make-model", str(tmp_path / name), *shape.split(), "--seed", seed]) == 0
+        assert capsys.readouterr().out == f"{tmp_path / name}\n"
+    one, same, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "same", "other"))
+    assert one == same != other
+    weights = {
+        path: np.asarray(param.get_value()) for path, param in parameters_of(load_model(tmp_path / "one")).items()
+    }
+    assert weights["layers.1.feed_forward.experts.down"].shape == (6, 32, 16)
+    assert (weights["norm.scale"] == 1).all()
+    spread = [array.std() for path, array in weights.items() if not path.endswith("scale")]
+    assert 0.015 < min(spread) and max(spread) < 0.025
+    assert bench.main(["make-model", str(tmp_path / "one")]) == 2
+
+
+def streamed(model: Path) -> list[str]:
+    """Options with which as few experts as can be are on the device, and none on the host."""
+    with pytest.raises(BudgetError) as caught:
+        LLM(model, device_memory=1000, dtype="float32", max_batch=1)
+    memory = ["--device-memory", str(caught.value.least_bytes), "--host-memory", "0"]
+    return [*memory, "--dtype", "float32", "--max-batch", "1", "--prefetch", "off"]
+
+
+def test_decoding_is_measured_with_what_it_moves(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["decode", str(model), "--prompt-tokens", "5", "--tokens", "6"]
+    assert bench.main([*options, *streamed(model), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    counters = figures["counters"]
+    # Two experts of two layers each token.
+    assert figures["tokens"] == 4 and counters["expert_hits"] + counters["expert_misses"] == 4 * 2 * 2
+    assert counters["uploads"] == counters["expert_misses"] > 0
+    assert counters["disk_bytes_read"] == counters["bytes_uploaded"] > 0
+    assert figures["tokens_per_second"] == pytest.approx(4 / figures["seconds"])
+    assert bench.main([*options, "--dtype", "float32"]) == 0
+    rows = [line.split(" ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert rows == ["model", "experts", "device", "decode"]
+
+
+def test_a_prompt_is_measured_with_what_it_moves(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["prefill", str(model), "--prompt-tokens", "5", *streamed(model)]) == 0
+    text = capsys.readouterr().out
+    assert [line.split(" ")[0] for line in text.splitlines()] == [
+        *["model", "experts", "device", "prefill", "hits", "moved", "waiting"]
+    ]
+    assert re.search(r"prefill +[\d.]+ tokens/s \(5 in [\d.]+ s\)", text)
+
+
 def test_mistakes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["load", str(tmp_path / "gone")]) == 2
     assert "python -m novalm_jax.bench load: There is no folder" in capsys.readouterr().err
@@ -138,7 +191,7 @@ def test_mistakes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert bench.main(arguments) == 2
         assert "usage: python -m novalm_jax.bench BENCHMARK" in capsys.readouterr().err
     assert bench.main(["--help"]) == 0
-    assert "load     Measure how fast" in capsys.readouterr().out
+    assert "load        Measure how fast" in capsys.readouterr().out
     with pytest.raises(OptionError, match="rounds"):
         BenchOptions(rounds=0)
     with pytest.raises(OptionError, match="dtype"):

@@ -241,7 +241,7 @@ def test_a_link_to_nowhere_is_an_incomplete_download(tmp_path: Path, capsys: pyt
     [
         (["--shard-size", "0"], "shard_size: 0 leaves no room"),
         (["--shard-size", "much"], "shard_size: 'much' is not a size"),
-        (["--to", "orbax", "--shard-size", "1GB"], "shard_size: only .safetensors files have one"),
+        (["--to", "orbax", "--shard-size", "1GB"], "shard_size: only plain .safetensors files have one"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused(

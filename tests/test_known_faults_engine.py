@@ -27,11 +27,12 @@ from novalm_jax import LLM, SamplingParams, generate, load_model
 from novalm_jax.checkpoint.files import TensorReader
 from novalm_jax.checkpoint.load import Checkpoint, abstract_model
 from novalm_jax.engine import executor as executor_file
-from novalm_jax.engine import programs as programs_file
+from novalm_jax.engine import functions as functions_file
 from novalm_jax.engine import sampler as sampler_file
 from novalm_jax.engine.engine import Engine
-from novalm_jax.engine.executor import Executor, put_stored
-from novalm_jax.engine.programs import Decoded, Functions, Programs, Shapes
+from novalm_jax.engine.executor import Executor, Prompt, ResidentExecutor, put_stored
+from novalm_jax.engine.functions import Decoded, Functions
+from novalm_jax.engine.programs import Programs, Shapes
 from novalm_jax.errors import EngineError, RequestError
 from novalm_jax.kernels import experts as kernel
 from novalm_jax.models.decoder import Routed
@@ -72,14 +73,14 @@ def check_padding_chooses_no_expert(folder: Path) -> None:
     programs = Programs(abstract_model(checkpoint.config), Shapes(2, 128, np.dtype(np.float32)))
     choices: list[np.ndarray] = []
 
-    class Listening(Executor):
+    class Listening(ResidentExecutor):
         def _run(self, program: Any, *arguments: Any) -> Any:
             result = super()._run(program, *arguments)
             if isinstance(result, tuple) and isinstance(result[0], Routed):
                 choices.append(np.asarray(result[0].routing.ids))
             return result
 
-    Listening(checkpoint.load("float32", put_stored), programs).prefill(0, SHORT)
+    list(Listening(checkpoint.load("float32", put_stored), programs, 0).prefill([Prompt(0, SHORT)]))
     assert len(choices) == 1
     for ids in choices:
         assert (ids[: len(SHORT)] < 4).all(), "real rows choose experts"
@@ -109,8 +110,8 @@ def penalties_count_neighbours(patch: Patch) -> None:
 
 
 def all_in_one_row(patch: Patch) -> None:
-    right: Any = programs_file.CacheView
-    patch.setattr(programs_file, "CacheView", lambda cache, rows, *rest: right(cache, jnp.zeros_like(rows), *rest))
+    right: Any = functions_file.CacheView
+    patch.setattr(functions_file, "CacheView", lambda cache, rows, *rest: right(cache, jnp.zeros_like(rows), *rest))
 
 
 def padding_is_dispatched(patch: Patch) -> None:
@@ -134,11 +135,11 @@ def empty_experts_unwritten(patch: Patch) -> None:
 def experts_have_a_capacity(patch: Patch) -> None:
     right = kernel.grouped
 
-    def products(x: jax.Array, ids: jax.Array, weights: Any, config: Any, group: int, scales: Any) -> jax.Array:
+    def products(x: jax.Array, ids: jax.Array, weights: Any, config: Any, group: int, *more: Any) -> jax.Array:
         chosen = jax.nn.one_hot(ids, weights.down.shape[0], dtype=jnp.int32)
         place = (jnp.cumsum(chosen, axis=0) * chosen).max(-1)
         served = jnp.where(place <= group // 2, ids, weights.down.shape[0])
-        return right(x, served, weights, config, group, scales)
+        return right(x, served, weights, config, group, *more)
 
     patch.setattr(kernel, "grouped", products)
 
@@ -161,10 +162,10 @@ def check_logits_of_a_prompt(folder: Path) -> None:
 
 
 def all_positions(patch: Patch) -> None:
-    def head(self: Functions, outer: Any, x: jax.Array, index: jax.Array) -> programs_file.Decoded:
+    def head(self: Functions, outer: Any, x: jax.Array, index: jax.Array) -> functions_file.Decoded:
         logits = self._structure.outer(outer).logits(x[0])
-        last = jnp.full((programs_file.DECODE_ROWS[0],), index)
-        return programs_file.Decoded(logits[last], jnp.argmax(logits, axis=-1).astype(jnp.int32)[last])
+        last = jnp.full((functions_file.DECODE_ROWS[0],), index)
+        return functions_file.Decoded(logits[last], jnp.argmax(logits, axis=-1).astype(jnp.int32)[last])
 
     patch.setattr(Functions, "head", head)
 

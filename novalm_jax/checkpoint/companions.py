@@ -16,6 +16,7 @@ from novalm_jax.checkpoint.atomic import Work
 from novalm_jax.checkpoint.files import CONFIG, FROM_OTHERS, FROM_TORCH
 from novalm_jax.checkpoint.header import open_file, reason_of, unreadable
 from novalm_jax.checkpoint.hub import find_folder
+from novalm_jax.checkpoint.store import STORE
 from novalm_jax.errors import CheckpointError, ConfigError
 
 WEIGHTS = "weights"
@@ -54,7 +55,8 @@ class Companions:
         try:
             for name in sorted(os.listdir(folder)):
                 path = folder / name
-                if path.is_dir() or name == CONFIG or name.startswith(".") or name.endswith(_WEIGHTS + _OF_WEIGHTS):
+                of_weights = name in (CONFIG, STORE) or name.endswith(_WEIGHTS + _OF_WEIGHTS)
+                if path.is_dir() or name.startswith(".") or of_weights:
                     continue
                 file = open_file(path)
                 if os.fstat(file).st_size > _LARGEST:

@@ -23,6 +23,7 @@ from novalm_jax.checkpoint.files import CONFIG, TensorReader
 from novalm_jax.checkpoint.hub import find_folder
 from novalm_jax.checkpoint.load import Checkpoint, parameter_dtypes
 from novalm_jax.checkpoint.sources import Source, StoredSource
+from novalm_jax.checkpoint.store_write import StorePlan
 from novalm_jax.checkpoint.write import Plan
 from novalm_jax.config import ModelConfig
 from novalm_jax.errors import CheckpointError, some
@@ -114,11 +115,13 @@ def _convert(source: _Opened, destination: Path, options: ConvertOptions) -> Sum
     return Summary(destination, str(form), source.needless, companions.left)
 
 
-def _form(source: _Opened, options: ConvertOptions) -> Plan | OrbaxPlan:
+def _form(source: _Opened, options: ConvertOptions) -> Plan | StorePlan | OrbaxPlan:
     """All that is to be written, planned."""
     dtypes = None
     if options.dtype != "as-stored":
         dtypes = parameter_dtypes(source.config, options.dtype)
+    if options.to == "store":
+        return StorePlan.of(source.weights, dtypes)
     if options.to == "safetensors":
         return Plan.of(source.family, source.weights, dtypes, options.shard_bytes)
     from novalm_jax.checkpoint.orbax import OrbaxPlan

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,6 +73,19 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     return {name: tensor for header in headers.values() for name, tensor in header.items()}
 
 
+class Range(NamedTuple):
+    """Bytes of a tensor from `start` on, as many as `out` has room for, and where they go."""
+
+    tensor: StoredTensor
+    start: int
+    out: memoryview | np.ndarray
+
+    @property
+    def offset(self) -> int:
+        """First byte, from the start of the file."""
+        return self.tensor.offset + self.start
+
+
 class TensorReader:
     """Reads bytes of stored tensors, by position; keeps each file open until `close`. Also a context manager.
 
@@ -103,26 +117,30 @@ class TensorReader:
           CheckpointError: the file went away, ends too early or cannot be read. `out` then holds no usable data.
           ValueError: `out` is not such a buffer, the range is not inside the tensor, or the reader is closed.
         """
-        view = out if isinstance(out, memoryview) else out.data
-        if view.readonly or not view.c_contiguous:
-            raise ValueError("out must be writable and contiguous")
-        if start < 0 or start + view.nbytes > tensor.nbytes:
-            end = start + view.nbytes
-            raise ValueError(f"bytes {start} to {end} are not inside {tensor.name}, which has {tensor.nbytes} bytes")
-        if view.nbytes == 0:
+        self.read_run([Range(tensor, start, out)])
+
+    def read_run(self, ranges: Sequence[Range]) -> None:
+        """As `read_into`, for ranges that lie one after another in one file, together.
+
+        Raises:
+          CheckpointError, ValueError: as `read_into`.
+        """
+        views = [_checked_view(part) for part in ranges]
+        first = ranges[0]
+        offset, total, done = first.offset, sum(len(view) for view in views), 0
+        if total == 0:
             return
-        view = view.cast("B")
-        done = 0
-        file = self._begin(tensor.file)
+        file = self._begin(first.tensor.file)
         try:
-            while done < len(view):
-                count = os.preadv(file, [view[done : done + _MAX_READ]], tensor.offset + start + done)
+            while done < total:
+                count = os.preadv(file, _rest(views, done), offset + done)
                 if count == 0:
-                    reason = "the file ends there; it was longer when its header was read"
-                    raise CheckpointError(_read_failed(tensor, start + done, reason))
+                    raise EOFError
                 done += count
-        except OSError as error:
-            raise CheckpointError(_read_failed(tensor, start + done, reason_of(error))) from error
+        except (OSError, EOFError) as error:
+            reason = "the file ends there; it was longer when its header was read"
+            reason = reason_of(error) if isinstance(error, OSError) else reason
+            raise CheckpointError(_read_failed(ranges, offset + done, reason)) from error
         finally:
             self._end(done)
 
@@ -174,8 +192,34 @@ class TensorReader:
             self._changed.notify_all()
 
 
-def _read_failed(tensor: StoredTensor, done: int, reason: str) -> str:
-    where = f"{tensor.file}: reading tensor {tensor.name} stopped at byte {tensor.offset + done} of the file"
+def _checked_view(part: Range) -> memoryview:
+    """The bytes that a range goes to."""
+    tensor, start, out = part
+    view = out if isinstance(out, memoryview) else out.data
+    if view.readonly or not view.c_contiguous:
+        raise ValueError("out must be writable and contiguous")
+    if start < 0 or start + view.nbytes > tensor.nbytes:
+        end = start + view.nbytes
+        raise ValueError(f"bytes {start} to {end} are not inside {tensor.name}, which has {tensor.nbytes} bytes")
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of these after so many bytes, as much as one read may take."""
+    rest, room = [], _MAX_READ
+    for view in views:
+        part = view[done : done + room]
+        done = max(done - len(view), 0)
+        room -= len(part)
+        if len(part):
+            rest.append(part)
+    return rest
+
+
+def _read_failed(ranges: Sequence[Range], byte: int, reason: str) -> str:
+    tensor = next(part.tensor for part in reversed(ranges) if part.offset <= byte)
+    where = f"{tensor.file}: reading tensor {tensor.name} stopped at byte {byte} of the file"
+    done = byte - tensor.offset
     return f"{where} ({done} of {tensor.nbytes} of the tensor): {reason}. Check the disk, or download the file again."
 
 

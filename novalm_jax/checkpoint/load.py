@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from novalm_jax.checkpoint.header import StoredTensor, read_json
 from novalm_jax.checkpoint.hub import find_folder
 from novalm_jax.checkpoint.mapping import Assignment, Piece, Shape, WeightMap, map_weights
 from novalm_jax.checkpoint.progress import Advance, bytes_bar
+from novalm_jax.checkpoint.store import is_store, map_store, read_checksums
 from novalm_jax.config import ModelConfig
 from novalm_jax.errors import CheckpointError, ConfigError
 from novalm_jax.models.decoder import Decoder
@@ -69,6 +70,7 @@ class Checkpoint:
       family: the table that config.json is read with.
       config: the model it holds.
       weights: which stored bytes fill which parameter.
+      checksums: (layer, expert) -> checksum of a record's bytes, where they are known.
     """
 
     folder: Path
@@ -76,6 +78,7 @@ class Checkpoint:
     family: Family
     config: ModelConfig
     weights: WeightMap
+    checksums: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: str | Path) -> Checkpoint:
@@ -94,36 +97,42 @@ class Checkpoint:
         stored = list_tensors(folder)
         raw, family, config = read_config(folder)
         shapes = _shapes(folder, config, stored)
-        weights = map_weights(family, shapes, stored, family.count_extra_layers(raw))
-        return cls(folder, raw, family, config, weights)
+        if is_store(folder):
+            weights, checksums = map_store(folder, shapes, stored), read_checksums(folder)
+        else:
+            weights, checksums = map_weights(family, shapes, stored, family.count_extra_layers(raw)), {}
+        return cls(folder, raw, family, config, weights, checksums)
 
-    def load(self, dtype: str, put: Put) -> Decoder:
+    def load(self, dtype: str, put: Put, wanted: Callable[[str], bool] = lambda path: True) -> Decoder:
         """The model with its weights, each rounded once to `dtype` ("float32" or "bfloat16") and given to `put`.
+
+        Parameters whose path is not `wanted` stay shapes without arrays.
 
         Raises:
           CheckpointError: a file went away, ends too early or cannot be read; a finite number becomes infinite.
         """
         model = abstract_model(self.config, dtype)
         parameters = parameters_of(model)
-        dtypes = {path: np.dtype(parameter.dtype) for path, parameter in parameters.items()}
+        dtypes = {path: np.dtype(parameter.dtype) for path, parameter in parameters.items() if wanted(path)}
         with closing(self.read(dtypes)) as read:
             for path, buffer in read:
                 parameters[path].set_value(put(path, buffer))
         return model
 
     def read(self, dtypes: Mapping[str, np.dtype]) -> Generator[tuple[str, np.ndarray], None, None]:
-        """Every parameter, by its path, in the dtype that is given for it. Threads and files are there until `close`.
+        """Parameters by their paths, those that a dtype is given for. Threads and files are there until `close`.
 
         Raises:
           CheckpointError: as `load`.
         """
+        order = sorted((each for each in self.weights.assignments if each.path in dtypes), key=_place)
+        pieces = [piece for assignment in order for piece in assignment.pieces]
         with (
             TensorReader() as reader,
             ThreadPoolExecutor(_READERS) as pool,
-            bytes_bar("loading", self.weights.nbytes) as advance,
+            bytes_bar("loading", sum(piece.nbytes for piece in pieces)) as advance,
         ):
-            order = sorted(self.weights.assignments, key=_place)
-            announce = _announcer(reader, [piece for assignment in order for piece in assignment.pieces])
+            announce = _announcer(reader, pieces)
 
             def advanced(count: int) -> None:
                 advance(count)
@@ -233,7 +242,7 @@ def read_parameter(
     Raises:
       CheckpointError: a file went away, ends too early or cannot be read; a finite number becomes infinite.
     """
-    whole = _aligned(assignment.shape, dtype)
+    whole = aligned_array(assignment.shape, dtype)
 
     def read(part: _Part) -> int:
         stored = numpy_dtype(part.tensor.dtype)
@@ -291,7 +300,8 @@ def _announcer(reader: TensorReader, pieces: Sequence[Piece]) -> Advance:
     return announce
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned_array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialised memory that XLA takes over as it is."""
     size = int(np.prod(shape)) * dtype.itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     offset = -raw.ctypes.data % ALIGNMENT

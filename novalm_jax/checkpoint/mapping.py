@@ -24,6 +24,23 @@ FLOATS = ("F32", "BF16", "F16")
 """Stored dtypes that weights are read from, in the order in which files hold them: wide ones first."""
 
 
+_EXPERTS = re.compile(r"layers\.(\d+)\.feed_forward\.experts\.\w+")
+
+
+def is_expert(path: str) -> bool:
+    """Whether the parameter at this path holds routed experts, stacked."""
+    return _EXPERTS.fullmatch(path) is not None
+
+
+def expert_paths(shapes: Mapping[str, Shape]) -> dict[int, list[str]]:
+    """The parameters that hold routed experts, by the number of their layer."""
+    layers: dict[int, list[str]] = defaultdict(list)
+    for path in shapes:
+        if match := _EXPERTS.fullmatch(path):
+            layers[int(match[1])].append(path)
+    return dict(layers)
+
+
 @dataclass(frozen=True)
 class Piece:
     """A contiguous range of a stored tensor, from byte `start`, and the row of the parameter it fills (None: all)."""
@@ -46,6 +63,17 @@ class Assignment:
     path: str
     shape: Shape
     pieces: tuple[Piece, ...]
+
+    def row(self, number: int) -> Assignment:
+        """What makes one row of the parameter: one contiguous range."""
+        piece = self.pieces[0]
+        if piece.row is None:
+            size = piece.nbytes // self.shape[0]
+            piece = replace(piece, start=piece.start + number * size, shape=self.shape[1:])
+        else:
+            # Pieces are in the order of rows.
+            piece = replace(self.pieces[number], row=None)
+        return Assignment(self.path, self.shape[1:], (piece,))
 
 
 @dataclass(frozen=True)

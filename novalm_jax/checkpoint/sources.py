@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -64,7 +64,6 @@ class StoredSource:
     def __init__(self, weights: WeightMap, reader: TensorReader):
         self._assignments = {assignment.path: assignment for assignment in weights.assignments}
         self._reader = reader
-        self._held = Held()
 
     @property
     def files(self) -> set[Path]:
@@ -78,30 +77,18 @@ class StoredSource:
 
     def dtypes(self, path: str, row: int | None) -> Collection[np.dtype]:
         """The float types of the stored tensors that these numbers come from."""
-        assignment = self._assignments[path] if row is None else self._row(path, row) or self._assignments[path]
-        return {numpy_dtype(piece.tensor.dtype) for piece in assignment.pieces}
+        return {numpy_dtype(piece.tensor.dtype) for piece in self._assignment(path, row).pieces}
 
     def read(self, path: str, row: int | None, dtype: np.dtype) -> np.ndarray:
         """The numbers, from disk."""
-        whole = self._assignments[path]
-        if row is None:
-            return read_parameter(self._reader, whole, dtype)
-        if (part := self._row(path, row)) is not None:
-            return read_parameter(self._reader, part, dtype)
-        return self._held.get(path, lambda: read_parameter(self._reader, whole, dtype))[row]
+        return read_parameter(self._reader, self._assignment(path, row), dtype)
 
     def keep_only(self, paths: Collection[str]) -> None:
-        """Lets go of parameters that could only be read whole."""
-        self._held.keep_only(paths)
+        """Nothing is held."""
 
-    def _row(self, path: str, row: int) -> Assignment | None:
-        """What fills one row, None where rows are not stored apart."""
+    def _assignment(self, path: str, row: int | None) -> Assignment:
         whole = self._assignments[path]
-        piece = whole.pieces[0]
-        if piece.row is None:
-            return None
-        # Pieces are in the order of rows.
-        return Assignment(path, whole.shape[1:], (replace(whole.pieces[row], row=None),))
+        return whole if row is None else whole.row(row)
 
 
 class ModelSource:

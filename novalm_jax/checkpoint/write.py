@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,20 +177,28 @@ def _groups(tensors: Sequence[Tensor], shard_size: int) -> list[list[Tensor]]:
 
 def _shard(name: str, tensors: Sequence[Tensor]) -> Shard:
     """The file that the safetensors library would write. It cannot be used: it takes all tensors of a file at once."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    placed, end = {}, 0
     # Wide types first, so that all are aligned, and names of one type in order.
-    for tensor in sorted(tensors, key=lambda tensor: (FLOATS.index(tensor.code), tensor.out.name)):
+    ordered = sorted(tensors, key=lambda tensor: (FLOATS.index(tensor.code), tensor.out.name))
+    shard = lay_out(name, ordered, 8)
+    placed = {tensor.out.name: tensor for tensor in shard.tensors}
+    return replace(shard, tensors=tuple(placed[tensor.out.name] for tensor in tensors))
+
+
+def lay_out(name: str, tensors: Sequence[Tensor], alignment: int) -> Shard:
+    """A file of tensors in this order, whose data begin at a multiple of `alignment` bytes, 8 or more."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    placed, end = [], 0
+    for tensor in tensors:
         start, end = end, end + tensor.nbytes
-        placed[tensor.out.name] = Tensor(tensor.out, tensor.code, start)
+        placed.append(replace(tensor, offset=start))
         entries[tensor.out.name] = {
             "dtype": tensor.code,
             "shape": list(tensor.out.shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return Shard(name, len(text).to_bytes(8, "little") + text, tuple(placed[tensor.out.name] for tensor in tensors))
+    text += b" " * (-(len(text) + 8) % alignment)
+    return Shard(name, len(text).to_bytes(8, "little") + text, tuple(placed))
 
 
 def _write_shard(work: Work, shard: Shard, source: Source, advance: Advance) -> None:

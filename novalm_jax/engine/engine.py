@@ -1,24 +1,43 @@
 """Requests -> tokens, step by step: which request has which row of the cache, and what each step runs.
 
 Single-threaded by design: whoever waits for a request steps the engine, and a lock lets several threads wait. A step
-admits waiting requests to free rows, in order, and then decodes one token for every running request.
+admits waiting requests to free rows, in order, goes on with their prompts for as long as decoding may wait, and then
+decodes one token for every running request.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 
-from novalm_jax.engine.executor import Executor
-from novalm_jax.engine.programs import Decoded
+from novalm_jax.engine.executor import Executor, Prompt
+from novalm_jax.engine.functions import Decoded
 from novalm_jax.engine.request import Request
 from novalm_jax.engine.sampler import Sampler
 from novalm_jax.engine.sampling import greedy_suffices
-from novalm_jax.errors import EngineError
+from novalm_jax.errors import CheckpointError, EngineError
+
+PREFILL_SLICE = 0.1
+"""Seconds that a decode step waits for prompts at most, and for the layer that they are in."""
+
+
+class _Prefill(NamedTuple):
+    """Prompts on their way through the model."""
+
+    requests: list[Request]
+    progress: Generator[tuple[int, Decoded] | None]
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits for one that is not through."""
+        return any(
+            request.finish_reason is None and not request.dropped and not request.token_ids for request in self.requests
+        )
 
 
 class Engine:
@@ -37,7 +56,8 @@ class Engine:
         # In the order of arrival. One list and rows derived from it: an interrupt can come between any two
         # instructions, and must find no request or row between two places.
         self._requests: list[Request] = []
-        self._closed = False
+        self._prefilling: _Prefill | None = None
+        self._closed = self._freed = False
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.compute_seconds = 0.0
@@ -86,18 +106,19 @@ class Engine:
         """One iteration. What fails in it ends every running request.
 
         Raises:
+          CheckpointError: weights could not be read, and the engine is closed.
           EngineError: the step failed, or the engine is closed.
         """
         with self._lock:
             self._check_open()
             try:
                 self._release()
-                self._admit()
+                self._prefill()
                 self._decode()
                 self._release()
             except BaseException as error:
                 self._fail(error)
-                if isinstance(error, Exception):
+                if isinstance(error, Exception) and not isinstance(error, CheckpointError):
                     raise EngineError(f"A step failed, and the requests in it are lost: {error}") from error
                 raise
 
@@ -107,11 +128,12 @@ class Engine:
         run: their rows are lost with the caches.
 
         Raises:
-          EngineError: the engine is closed, or a step failed before a row was free.
+          CheckpointError, EngineError: the engine is closed, or a step failed before a row was free.
         """
         with self._lock:
             self._check_open()
-            while not self._free_rows():
+            # The memory of prompts that are on their way is needed for it, too.
+            while self._prefilling or not self._free_rows():
                 self.step()
             try:
                 yield self._free_rows()[0]
@@ -120,40 +142,83 @@ class Engine:
                 raise
 
     def close(self) -> None:
-        """Ends all requests and frees the device's memory. Closing twice is fine."""
+        """Ends all requests and frees the device's memory. Again, it frees what an interrupt left."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                for request in self._requests:
-                    request.finish("abort")
-                self._requests = []
+            self._closed = True
+            for request in self._requests:
+                request.finish("abort")
+            self._requests = []
+            self._drop_prompts()
+            if not self._freed:
                 self._executor.close()
                 self._sampler.close()
+                self._freed = True
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("This LLM is closed; make a new one.")
 
-    def _running(self) -> list[Request]:
+    def _placed(self) -> list[Request]:
+        """Those that have a row."""
         return [request for request in self._requests if request.row is not None]
 
+    def _running(self) -> list[Request]:
+        """Those whose prompts are through."""
+        return [request for request in self._placed() if request.token_ids]
+
     def _free_rows(self) -> list[int]:
-        taken = {request.row for request in self._requests}
+        prompts = self._prefilling.requests if self._prefilling else []
+        taken = {request.row for request in (*self._requests, *prompts)}
         return [row for row in range(self._executor.rows) if row not in taken]
 
-    def _admit(self) -> None:
-        for request in [request for request in self._requests if request.row is None]:
-            free = self._free_rows()
-            if not free:
-                return
-            request.row = free[0]
-            if not greedy_suffices(request.sampling):
-                self._sampler.admit(request.row, request.sampling, request.prompt_ids, sorted(request.end_ids))
+    def _prefill(self) -> None:
+        """Goes on with prompts, and begins with others, until there are none or decoding must not wait any longer. One
+        layer of a prompt is run at least."""
+        begin = time.perf_counter()
+        while self._prefilling or self._admit():
+            assert self._prefilling is not None
             start = time.perf_counter()
-            decoded = self._executor.prefill(request.row, request.prompt_ids)
-            self.prompt_tokens += len(request.prompt_ids)
-            self._accept([request], decoded, start)
+            for through in self._prefilling.progress:
+                if through is not None:
+                    number, decoded = through
+                    request = self._prefilling.requests[number]
+                    if request.finish_reason is None:
+                        self.prompt_tokens += len(request.prompt_ids)
+                        self._accept([request], decoded)
+                    del decoded
+                del through
+                if not self._prefilling.wanted or self._must_decode(begin):
+                    break
+            else:
+                self._prefilling = None
+            self.compute_seconds += time.perf_counter() - start
             self._release()
+            if self._prefilling and not self._prefilling.wanted:
+                self._drop_prompts()
+            if self._must_decode(begin):
+                return
+
+    def _must_decode(self, begin: float) -> bool:
+        """Whether prompts had their time since `begin`, and somebody waits for the next token."""
+        return time.perf_counter() - begin >= PREFILL_SLICE and bool(self._running())
+
+    def _admit(self) -> bool:
+        """Gives rows to requests that wait, and begins with their prompts; whether there were any."""
+        waiting = [request for request in self._requests if request.row is None]
+        admitted = list(zip(waiting, self._free_rows(), strict=False))
+        for request, row in admitted:
+            request.row = row
+            if not greedy_suffices(request.sampling):
+                self._sampler.admit(row, request.sampling, request.prompt_ids, sorted(request.end_ids))
+        prompts = [Prompt(row, request.prompt_ids) for request, row in admitted]
+        if admitted:
+            self._prefilling = _Prefill([request for request, _ in admitted], self._executor.prefill(prompts))
+        return bool(admitted)
+
+    def _drop_prompts(self) -> None:
+        if self._prefilling is not None:
+            prefilling, self._prefilling = self._prefilling, None
+            prefilling.progress.close()
 
     def _decode(self) -> None:
         running = self._running()
@@ -166,9 +231,10 @@ class Engine:
                 positions=[length - 1 for length in lengths],
                 known=lengths,
             )
-            self._accept(running, decoded, start)
+            self._accept(running, decoded)
+            self.compute_seconds += time.perf_counter() - start
 
-    def _accept(self, requests: Sequence[Request], decoded: Decoded, start: float) -> None:
+    def _accept(self, requests: Sequence[Request], decoded: Decoded) -> None:
         """Chooses a token for each request from its line of `decoded`, and hands it over."""
         ids = np.asarray(decoded.greedy).tolist()
         logprobs: list[dict[int, float] | None] = [None] * len(requests)
@@ -177,7 +243,6 @@ class Engine:
             wanted = [request.sampling.logprobs for request in requests]
             sampled, logprobs = self._sampler.sample(decoded.logits, drawn, wanted)
             ids = [ids[i] if row is None else int(sampled[i]) for i, row in enumerate(drawn)]
-        self.compute_seconds += time.perf_counter() - start
         for request, token, logprob in zip(requests, ids, logprobs, strict=False):
             request.accept(token, logprob)
             self.generated_tokens += 1
@@ -190,12 +255,17 @@ class Engine:
         self._requests = [request for request in self._requests if request.finish_reason is None]
 
     def _fail(self, error: BaseException) -> None:
-        """Ends what runs: its rows are lost with the caches."""
-        for request in self._running():
+        """Ends what runs: its rows are lost with the caches. Without all weights there is nothing left to run: where
+        they cannot be read, everything ends."""
+        lost = isinstance(error, CheckpointError) or self._executor.broken
+        for request in self._requests if lost else self._placed():
             if request.finish_reason is None:
                 request.error = error if isinstance(error, Exception) else None
                 request.finish("abort")
+        self._drop_prompts()
         self._release()
+        if lost:
+            self.close()
 
 
 def _row(request: Request) -> int:

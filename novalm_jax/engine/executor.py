@@ -6,73 +6,98 @@ cache that a program was given is gone, and only the newest one is held here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from novalm_jax.engine.programs import (
-    HEAD_BLOCK,
-    Decoded,
-    DecodeStep,
-    ModelWeights,
-    PrefillChunk,
-    Programs,
-    Structure,
-    decode_rows,
-    prefill_rows,
-)
+from novalm_jax.checkpoint.mapping import is_expert
+from novalm_jax.engine.functions import HEAD_BLOCK, Decoded, DecodeStep, Leaves, ModelWeights, PrefillChunk, Structure
+from novalm_jax.engine.programs import Programs, decode_rows, prefill_rows
+from novalm_jax.experts.records import count_records
 from novalm_jax.kernels.storage import storage_dtype
 from novalm_jax.models.decoder import Decoder, Routed
 
 
-class Executor:
-    """A resident model with a cache for `programs.shapes.rows` sequences.
+class Prompt(NamedTuple):
+    """Tokens, and the row of the cache that they go to."""
 
-    `model` is given away: its experts are in storage form (`put_stored`), and its arrays are freed by `close`.
+    row: int
+    tokens: Sequence[int]
+
+
+class Chunk(NamedTuple):
+    """A part of a prompt: its tokens, padded to `bucket`, and where they go; of which prompt, and whether the last."""
+
+    tokens: np.ndarray
+    bucket: int
+    at: PrefillChunk
+    prompt: int
+    last: bool
+
+    @property
+    def length(self) -> int:
+        """Tokens that are not padding."""
+        return int(self.at.tokens)
+
+
+class Executor(ABC):
+    """A model with a cache for `programs.shapes.rows` sequences.
 
     Attributes:
       rows: sequences that the cache has room for.
       launches: programs that were run.
     """
 
-    def __init__(self, model: Decoder, programs: Programs):
-        self._programs = programs
-        self._layers = model.config.layers
-        self._vocab_size = model.config.vocab_size
-        self._weights: ModelWeights = Structure.take_apart(model)
-        self._caches = list(programs.new_caches())
+    def __init__(self, programs: Programs, outer: Leaves):
         shapes = programs.shapes
         self.rows = shapes.rows
+        self.launches = 0
+        self._programs = programs
+        self._outer = outer
+        self._layers = programs.config.layers
+        self._caches = list(programs.new_caches())
         self._prefill_rows = prefill_rows(shapes.capacity)
         self._decode_rows = decode_rows(shapes.rows)
-        self.launches = 0
 
-    def prefill(self, row: int, tokens: Sequence[int]) -> Decoded:
-        """Puts a prompt into a row of the cache, chunk by chunk.
+    def prefill(self, prompts: Sequence[Prompt]) -> Generator[tuple[int, Decoded] | None]:
+        """Puts prompts into rows of the cache, chunk by chunk.
 
-        Returns:
-          What follows its last token, as the first of some equal rows.
+        Yields:
+          None where a decode step may come between; all that was dispatched is done then. For each prompt, once it is
+          through, its number and what follows its last token, as the first of some equal rows.
         """
-        *earlier, last = range(0, len(tokens), self._prefill_rows[-1])
-        for begin in earlier:
-            self._run_chunk(row, tokens, begin, len(tokens))
-        x, count = self._run_chunk(row, tokens, last, len(tokens))
-        return self._run(self._programs.head(x.shape[1]), self._weights.outer, x, np.int32(count - 1))
+        chunks = [
+            chunk for number, prompt in enumerate(prompts) for chunk in self._chunks(prompt, len(prompt.tokens), number)
+        ]
+        for through in self._through_layers(chunks):
+            if through is None:
+                yield None
+            elif through[0].last:
+                chunk, x = through
+                head = self._programs.head(chunk.bucket)
+                yield chunk.prompt, self._run(head, self._outer, x, np.int32(chunk.length - 1))
+                del x
+            del through
 
     def prefill_logits(self, row: int, tokens: Sequence[int], known: int) -> np.ndarray:
-        """As `prefill`, for a sequence of which `known` tokens are known, but returns the logits of all tokens of the
-        prompt: float32 `[t, v]`, brought to the host block by block."""
-        out = np.empty((len(tokens), self._vocab_size), np.float32)
-        for begin in range(0, len(tokens), self._prefill_rows[-1]):
-            x, count = self._run_chunk(row, tokens, begin, known)
-            head = self._programs.head_of_block(x.shape[1])
-            for at in range(0, count, HEAD_BLOCK):
-                block = out[begin + at : begin + min(at + HEAD_BLOCK, count)]
-                block[:] = np.asarray(self._run(head, self._weights.outer, x, np.int32(at)))[: len(block)]
-            del x
+        """Puts a prompt, a part of a sequence of which `known` tokens are known, into a row of the cache. Returns the
+        logits of all of its tokens: float32 `[t, v]`, brought to the host block by block."""
+        out = np.empty((len(tokens), self._programs.config.vocab_size), np.float32)
+        begin = 0
+        for through in self._through_layers(self._chunks(Prompt(row, tokens), known)):
+            if through is not None:
+                chunk, x = through
+                head = self._programs.head_of_block(chunk.bucket)
+                for at in range(0, chunk.length, HEAD_BLOCK):
+                    block = out[begin + at : begin + min(at + HEAD_BLOCK, chunk.length)]
+                    block[:] = np.asarray(self._run(head, self._outer, x, np.int32(at)))[: len(block)]
+                begin += chunk.length
+                del x
+            del through
         return out
 
     def decode(
@@ -87,30 +112,40 @@ class Executor:
 
         step = DecodeStep(padded(tokens, 0), padded(rows, self.rows), padded(positions, -1), padded(known, 0))
         with self._caches_in_use():
-            decoded, caches = self._run(self._programs.decode(bucket), self._weights, tuple(self._caches), step)
-            self._caches = list(caches)
-        return decoded
+            return self._decode_step(bucket, step)
 
+    @property
+    def broken(self) -> bool:
+        """Whether it lost what it cannot work without."""
+        return False
+
+    @abstractmethod
+    def figures(self) -> dict[str, Any]:
+        """What it holds and what it moved, by the names of `Report`."""
+
+    @abstractmethod
     def close(self) -> None:
         """Frees weights and caches on the device."""
-        for leaf in jax.tree.leaves((self._weights, self._caches)):
-            leaf.delete()
-        self._weights, self._caches = ModelWeights((), ()), []
 
-    def _run_chunk(self, row: int, tokens: Sequence[int], begin: int, known: int) -> tuple[jax.Array, int]:
-        """Runs the chunk from `begin` on through all layers: its hidden states `[1, t, d]`, and how many are real."""
-        part = np.asarray(tokens[begin : begin + self._prefill_rows[-1]], np.int32)
-        bucket = next(size for size in self._prefill_rows if size >= len(part))
-        chunk = PrefillChunk(np.int32(row), np.int32(begin), np.int32(len(part)), np.int32(known))
-        x = self._run(self._programs.embed(bucket), self._weights.outer, np.pad(part, (0, bucket - len(part))))
-        with self._caches_in_use():
-            for i, (config, weights) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
-                attend = self._programs.attend(config, bucket)
-                # One name for all states of the layer: each is let go of as soon as the next one is there.
-                x, self._caches[i] = self._run(attend, weights.dense, self._caches[i], x, chunk)
-                if isinstance(x, Routed):
-                    x = self._run(self._programs.experts(config, bucket), weights.dense, weights.experts, x)
-        return x, len(part)
+    @abstractmethod
+    def _through_layers(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, jax.Array] | None]:
+        """Runs chunks of prompts through all layers: each, in order, with its hidden states `[1, t, d]`, once they are
+        dispatched; and None at every border between layers."""
+
+    @abstractmethod
+    def _decode_step(self, bucket: int, step: DecodeStep) -> Decoded:
+        """Runs a step of `bucket` rows."""
+
+    def _chunks(self, prompt: Prompt, known: int, number: int = 0) -> Iterator[Chunk]:
+        """A prompt in chunks of the largest size, the last one of the smallest that holds it."""
+        most, length = self._prefill_rows[-1], len(prompt.tokens)
+        if not length:
+            raise ValueError("a prompt has at least one token")
+        for begin in range(0, length, most):
+            part = np.asarray(prompt.tokens[begin : begin + most], np.int32)
+            bucket = next(size for size in self._prefill_rows if size >= len(part))
+            at = PrefillChunk(np.int32(prompt.row), np.int32(begin), np.int32(len(part)), np.int32(known))
+            yield Chunk(np.pad(part, (0, bucket - len(part))), bucket, at, number, begin + most >= length)
 
     def _run(self, program: jax.stages.Compiled, *arguments: Any) -> Any:
         self.launches += 1
@@ -123,12 +158,58 @@ class Executor:
         try:
             yield
         except BaseException:
-            self._caches = list(self._programs.new_caches())
+            for layer, cache in enumerate(self._caches):
+                if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache)):
+                    self._caches[layer] = self._programs.new_cache(layer)
             raise
+
+
+class ResidentExecutor(Executor):
+    """All weights on the device: a decode step is one program.
+
+    `model` is given away: its experts are in storage form (`put_stored`), and its arrays are freed by `close`. Loading
+    it took `bytes_read` from disk.
+    """
+
+    def __init__(self, model: Decoder, programs: Programs, bytes_read: int):
+        self._bytes_read = bytes_read
+        self._weights: ModelWeights = Structure.take_apart(model)
+        super().__init__(programs, self._weights.outer)
+
+    def figures(self) -> dict[str, Any]:
+        """As in `Executor`: everything is on the device, and was read once."""
+        return {"experts_on_device": count_records(self._programs.config), "disk_bytes_read": self._bytes_read}
+
+    def close(self) -> None:
+        """Frees weights and caches on the device."""
+        for leaf in jax.tree.leaves((self._weights, self._caches)):
+            leaf.delete()
+        self._weights, self._caches = ModelWeights((), ()), []
+
+    def _through_layers(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, jax.Array] | None]:
+        for chunk in chunks:
+            x = self._run(self._programs.embed(chunk.bucket), self._outer, chunk.tokens)
+            for i, (config, weights) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
+                with self._caches_in_use():
+                    attend = self._programs.attend(config, chunk.bucket)
+                    # One name for all states of the layer: each is let go of as soon as the next one is there.
+                    x, self._caches[i] = self._run(attend, weights.dense, self._caches[i], x, chunk.at)
+                    if isinstance(x, Routed):
+                        x = self._run(self._programs.experts(config, chunk.bucket), weights.dense, weights.experts, x)
+                jax.block_until_ready(x)
+                yield None
+            yield chunk, x
+            del x
+
+    def _decode_step(self, bucket: int, step: DecodeStep) -> Decoded:
+        decode = self._programs.decode(bucket)
+        decoded, caches = self._run(decode, self._weights, tuple(self._caches), step)
+        self._caches = list(caches)
+        return decoded
 
 
 def put_stored(path: str, parameter: np.ndarray) -> jax.Array:
     """Puts a parameter of a model on the device as the executor wants it: experts in storage form."""
-    if ".experts." in path:
+    if is_expert(path):
         parameter = parameter.view(storage_dtype(parameter.dtype))
     return jax.device_put(parameter)

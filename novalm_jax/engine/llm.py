@@ -17,14 +17,13 @@ import numpy as np
 
 from novalm_jax.checkpoint.load import Checkpoint
 from novalm_jax.compat import CompileCounter, compilation_cache_folder, enable_compilation_cache
-from novalm_jax.config import MoEConfig
 from novalm_jax.engine.engine import Engine
-from novalm_jax.engine.executor import Executor, put_stored
 from novalm_jax.engine.placement import place
 from novalm_jax.engine.report import Report
 from novalm_jax.engine.request import Completion, Request
 from novalm_jax.engine.sampler import Sampler
 from novalm_jax.engine.sampling import choice_seed, resolve
+from novalm_jax.engine.start import start_executor
 from novalm_jax.errors import CheckpointError, EngineError, OptionError, RequestError
 from novalm_jax.options import EngineOptions, SamplingParams
 from novalm_jax.resources import embedded_checkpoint
@@ -68,8 +67,8 @@ class LLM:
         self._tokenizer, self._no_tokenizer = _load_tokenizer(checkpoint.folder)
         self._checkpoint = checkpoint
         self._placement = place(checkpoint, self.options)
-        self._executor = Executor(checkpoint.load(self.options.dtype, put_stored), self._placement.programs)
         sampler = Sampler(self.options.max_batch, self.config.vocab_size)
+        self._executor = start_executor(checkpoint, self._placement, self.options)
         self._engine = Engine(self._executor, sampler)
         self._load_seconds = time.perf_counter() - start
 
@@ -208,14 +207,11 @@ class LLM:
     def report(self) -> Report:
         """What has been done so far, and what is where."""
         placement, engine = self._placement, self._engine
-        sparse = [layer.feed_forward for layer in self.config.layers if isinstance(layer.feed_forward, MoEConfig)]
         return Report(
             device_budget_bytes=placement.budgets.device,
             device_peak_bytes=placement.plan.device_bytes,
             host_budget_bytes=placement.budgets.host,
-            disk_bytes_read=self._checkpoint.weights.nbytes,
             context_length=self.context_length,
-            experts_on_device=sum(moe.num_experts for moe in sparse),
             compute_seconds=engine.compute_seconds,
             load_seconds=self._load_seconds,
             prompt_tokens=engine.prompt_tokens,
@@ -227,6 +223,8 @@ class LLM:
             device_table=dict(placement.plan.parts),
             ignored_tensors=self._checkpoint.weights.ignored,
             sampling_defaults=self._defaults.sampling(),
+            policy=self.options.policy if placement.slots is not None else "resident",
+            **self._executor.figures(),
         )
 
     def close(self) -> None:
@@ -341,7 +339,7 @@ class TextIterator(Iterator[str]):
                     return piece
             if over and self._request.ended:
                 raise StopIteration
-            self._engine.step_for(self._request)
+            self.advance()
 
     @property
     def completion(self) -> Completion:
@@ -363,6 +361,14 @@ class TextIterator(Iterator[str]):
     def token_times(self) -> tuple[float, float] | None:
         """When the first and the latest token were chosen, on `time.perf_counter`'s clock; None before the first."""
         return self._request.token_times
+
+    def advance(self) -> None:
+        """Runs one step, whether text comes of it or not: a token for every request that runs.
+
+        Raises:
+          CheckpointError, EngineError: the step failed.
+        """
+        self._engine.step_for(self._request)
 
     def close(self) -> None:
         """Ends the request where it is."""

@@ -11,10 +11,14 @@ import numpy as np
 
 from novalm_jax.checkpoint.load import Checkpoint, abstract_model
 from novalm_jax.compat import available_ram, device_bytes
-from novalm_jax.engine.programs import DECODE_ROWS, KV_BLOCK, PREFILL_ROWS, Programs, Shapes, capacity_for
+from novalm_jax.config import ModelConfig
+from novalm_jax.engine.functions import DECODE_ROWS, KV_BLOCK, PREFILL_ROWS
+from novalm_jax.engine.programs import Programs, Shapes, StreamedPrograms, capacity_for, prefill_rows
 from novalm_jax.engine.sampler import Sampler
 from novalm_jax.errors import OptionError
+from novalm_jax.experts.fetcher import READERS
 from novalm_jax.experts.memory_plan import MemoryPlan
+from novalm_jax.experts.records import count_records, moe_layers
 from novalm_jax.options import EngineOptions
 from novalm_jax.units import format_size, parse_size
 
@@ -22,6 +26,19 @@ _log = logging.getLogger("novalm_jax")
 
 AUTO_SHARE = 0.9
 """Part of the memory that is free at the start which "auto" takes; the rest is for everything else on the machine."""
+
+
+ROOMY = 4096
+"""Tokens of context that are worth more than experts on the device: below it, experts are streamed instead."""
+
+CACHE_SHARE = 0.25
+"""Part of the device's budget that the KV cache of a streamed model takes at most, where the context is ours to say."""
+
+PASS_SHARE = 0.2
+"""Part of what is left then which prefill chunks may take that share a pass over the experts."""
+
+FEWEST_HOST_SLOTS = READERS + 2
+"""A host tier has one slot for each reader, and some for what waits for its upload."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +51,28 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Placement:
-    """A model with room for it: budgets, what takes what, the context in tokens, and the programs it was sized with."""
+    """A model with room for it.
+
+    Attributes:
+      budgets: what may be used.
+      plan: what takes what.
+      context_length: tokens of a request.
+      programs: those it was sized with; `StreamedPrograms` where experts are streamed.
+      host_slots: expert records that pinned host memory holds.
+      pass_chunks: prefill chunks that share a pass over streamed experts.
+    """
 
     budgets: Budgets
     plan: MemoryPlan
     context_length: int
     programs: Programs
+    host_slots: int = 0
+    pass_chunks: int = 1
+
+    @property
+    def slots(self) -> int | None:
+        """Experts that there is room for on the device, where they come and go; None where all of them stay."""
+        return self.programs.slots if isinstance(self.programs, StreamedPrograms) else None
 
 
 def read_budgets(options: EngineOptions) -> Budgets:
@@ -59,7 +92,7 @@ def read_budgets(options: EngineOptions) -> Budgets:
 
 
 def place(checkpoint: Checkpoint, options: EngineOptions) -> Placement:
-    """Finds the longest context up to the one asked for whose peak stays within the budget.
+    """Finds room for everything; where that is not there, for as many experts as can be, and streams the others.
 
     Programs are compiled for it from shapes alone, so that their workspace is known and not guessed.
 
@@ -70,34 +103,121 @@ def place(checkpoint: Checkpoint, options: EngineOptions) -> Placement:
     budgets = read_budgets(options)
     config, name = checkpoint.config, checkpoint.folder.name
     wanted = _wanted_context(options, config.context_length, name)
-    sizes = _Sizes(checkpoint, options)
+    placement = _best(_Sizes(checkpoint, options), budgets, options, wanted)
+    context = placement.context_length
+    shortest = "the shortest context, " if options.context_length == "auto" else ""
+    requests = "one request" if options.max_batch == 1 else f"{options.max_batch} requests"
+    what = f"{name} in {options.dtype}, with {shortest}{context} tokens, for {requests} at a time"
+    placement.plan.require(budgets.device, what, _advice(options, context))
+    if placement.slots is not None:
+        counts = placement.slots, count_records(config)
+        _log.warning("%s: %d of %d experts have room in device_memory; the others come as needed", name, *counts)
+    if context < wanted:
+        _log.warning("%s: the context is cut from %d to %d tokens to fit device_memory", name, wanted, context)
+    return placement
+
+
+def _best(sizes: _Sizes, budgets: Budgets, options: EngineOptions, wanted: int) -> Placement:
+    """Resident, if that fits with a context of some length; else streamed, if that is better or at all possible. What
+    fits neither way is given as it takes least."""
+    streamed = None
+    if sizes.records and sizes.least_held() > budgets.device:
+        # The whole model is far too large: no need to compile it.
+        streamed = _place_streamed(sizes, budgets, options, wanted)
+        if streamed.plan.device_bytes <= max(budgets.device, sizes.least_held()):
+            return streamed
     if options.context_length == "auto":
         context, programs, plan = sizes.longest(wanted, budgets.device)
     else:
         context, (programs, plan) = wanted, sizes.of(wanted)
-    shortest = "the shortest context, " if options.context_length == "auto" else ""
-    requests = "one request" if options.max_batch == 1 else f"{options.max_batch} requests"
-    what = f"{name} in {options.dtype}, with {shortest}{context} tokens, for {requests} at a time"
-    plan.require(budgets.device, what, _advice(options, context))
-    if context < wanted:
-        _log.warning("%s: the context is cut from %d to %d tokens to fit device_memory", name, wanted, context)
-    return Placement(budgets, plan, context, programs)
+    resident = Placement(budgets, plan, context, programs)
+    if not sizes.records or (plan.fits(budgets.device) and context >= min(wanted, ROOMY)):
+        return resident
+    streamed = streamed or _place_streamed(sizes, budgets, options, wanted)
+    if not plan.fits(budgets.device):
+        return min(resident, streamed, key=lambda placement: placement.plan.device_bytes)
+    return streamed if streamed.plan.fits(budgets.device) and streamed.context_length > context else resident
+
+
+def _place_streamed(sizes: _Sizes, budgets: Budgets, options: EngineOptions, wanted: int) -> Placement:
+    """As many slots as there is room for, beside a cache that takes a quarter of the memory at most, if that is for us
+    to say."""
+    context, device, few = wanted, budgets.device, sizes.fewest_slots
+    if options.context_length == "auto":
+        while context > KV_BLOCK and not sizes.leaves_room(context, device):
+            context = max(context // 2, KV_BLOCK)
+    programs, plan = sizes.streamed(context, few, 1)
+    while options.context_length == "auto" and context > KV_BLOCK and not plan.fits(device):
+        context = max(context // 2, KV_BLOCK)
+        programs, plan = sizes.streamed(context, few, 1)
+    if options.context_length == "auto" and not plan.fits(device):
+        # One block can take more than two: XLA copies a cache that is sliced whole.
+        other = min(wanted, 2 * KV_BLOCK)
+        context, programs, plan = min(
+            (context, programs, plan), (other, *sizes.streamed(other, few, 1)), key=lambda found: found[2].device_bytes
+        )
+    spare = max(0, device - plan.device_bytes)
+    chunks = programs.shapes.rows * -(-programs.shapes.capacity // prefill_rows(programs.shapes.capacity)[-1])
+    pass_chunks = 1 + min(chunks - 1, int(PASS_SHARE * spare) // programs.chunk_bytes)
+    slots = min(sizes.records, few + (spare - (pass_chunks - 1) * programs.chunk_bytes) // programs.record_bytes)
+    programs, plan = sizes.streamed(context, slots, pass_chunks)
+    while not plan.fits(device) and (slots, pass_chunks) != (few, 1):
+        # Programs may take more workspace for more slots than for few.
+        if slots > few:
+            slots = max(few, slots - 1 - (plan.device_bytes - device) // programs.record_bytes)
+        else:
+            pass_chunks = 1
+        programs, plan = sizes.streamed(context, slots, pass_chunks)
+    host = min(sizes.records, budgets.host // programs.record_bytes)
+    if 0 < budgets.host and host < FEWEST_HOST_SLOTS:
+        _log.warning(
+            "host_memory: %s holds fewer than %d experts, so that there is no host tier",
+            *(format_size(budgets.host), FEWEST_HOST_SLOTS),
+        )
+        host = 0
+    return Placement(budgets, plan, context, programs, host, pass_chunks)
 
 
 class _Sizes:
-    """Programs and memory of one checkpoint, by context length."""
+    """Programs and memory of one checkpoint, by context length.
+
+    Attributes:
+      records: expert records of the model.
+      fewest_slots: slots that a streamed model has at least: what one token chooses in a layer.
+    """
 
     def __init__(self, checkpoint: Checkpoint, options: EngineOptions):
         self._model = abstract_model(checkpoint.config, options.dtype)
         self._dtype = np.dtype(jnp.dtype(options.dtype))
         self._rows = options.max_batch
         self._made: dict[int, Programs] = {}
+        self.records = count_records(checkpoint.config)
+        self.fewest_slots = _fewest_slots(checkpoint.config)
         self._sampler_bytes = Sampler(options.max_batch, checkpoint.config.vocab_size).nbytes
 
     def of(self, context: int) -> tuple[Programs, MemoryPlan]:
         """The programs for `context` tokens, the largest of them compiled, and what a step takes at its peak."""
         programs = self._programs(context)
         return programs, MemoryPlan({**self._held(programs), "workspace": programs.workspace_bytes()})
+
+    def least_held(self) -> int:
+        """What the resident model takes always, whatever its programs take besides."""
+        return sum(self._held(self._programs(KV_BLOCK)).values())
+
+    def leaves_room(self, context: int, budget: int) -> bool:
+        """Whether a streamed model with this context may fit, and its cache takes no more than its share."""
+        held = self._held(self._programs(context))
+        return held["KV cache"] <= CACHE_SHARE * budget and sum(held.values()) - held["experts"] <= budget
+
+    def streamed(self, context: int, slots: int, pass_chunks: int) -> tuple[StreamedPrograms, MemoryPlan]:
+        """As `of`, with so many experts on the device, and so many prefill chunks side by side."""
+        programs = StreamedPrograms(self._model, self._shapes(context), slots)
+        parts = {
+            **self._held(programs),
+            "prefill chunks": (pass_chunks - 1) * programs.chunk_bytes,
+            "workspace": programs.workspace_bytes(),
+        }
+        return programs, MemoryPlan(parts)
 
     def longest(self, wanted: int, budget: int) -> tuple[int, Programs, MemoryPlan]:
         """As `of`, for the longest context up to `wanted` that stays within `budget`; else for the one that takes the
@@ -120,13 +240,25 @@ class _Sizes:
 
     def _programs(self, context: int) -> Programs:
         """Made once for each capacity: that takes the whole model apart."""
-        capacity = capacity_for(context)
-        if capacity not in self._made:
-            self._made[capacity] = Programs(self._model, Shapes(self._rows, capacity, self._dtype))
-        return self._made[capacity]
+        shapes = self._shapes(context)
+        if shapes.capacity not in self._made:
+            self._made[shapes.capacity] = Programs(self._model, shapes)
+        return self._made[shapes.capacity]
+
+    def _shapes(self, context: int) -> Shapes:
+        return Shapes(self._rows, capacity_for(context), self._dtype)
 
     def _held(self, programs: Programs) -> dict[str, int]:
-        return {**programs.weight_bytes, "KV cache": programs.cache_bytes, "sampler": self._sampler_bytes}
+        return {
+            **programs.weight_bytes,
+            "KV cache": programs.cache_bytes,
+            "sampler": self._sampler_bytes,
+            "prompt that waits": programs.paused_bytes,
+        }
+
+
+def _fewest_slots(config: ModelConfig) -> int:
+    return max((moe.experts_per_token for moe in moe_layers(config).values()), default=0)
 
 
 def _that_fits(memory: int, cache_of_block: int) -> int:

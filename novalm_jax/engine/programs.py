@@ -1,9 +1,4 @@
-"""The programs of a resident model, as pure functions of arrays and compiled ahead of time.
-
-A layer is split at the router: `attend` ends there and `experts` begins there, compiled once each for all layers of
-one `LayerConfig`. Prefill runs them one by one; a decode step of the whole model is one program made of the same
-functions, with barriers at the split, so that both round alike. Weights are arguments, never constants, and flat
-tuples, because flattening a module costs more than a decode step of a small model.
+"""The programs of a model, compiled ahead of time from shapes alone: no weights are needed to know their cost.
 
 Shapes depend on the model and the options alone. Decode never has fewer than 4 rows (XLA rounds those differently) and
 stays below 64 rows; prefill has 64 rows or more.
@@ -14,58 +9,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax import lax
 
 from novalm_jax.compat import compile_program, program_bytes
-from novalm_jax.config import LayerConfig, ModelConfig, MoEConfig
-from novalm_jax.kernels import experts as expert_kernel
-from novalm_jax.kernels.experts import Weights
-from novalm_jax.kernels.storage import storage_dtype
-from novalm_jax.kv.static import CacheView, LayerCache, cache_shape
-from novalm_jax.models.attention import Positions
-from novalm_jax.models.decoder import Decoder, DecoderLayer, Routed, without_experts
-from novalm_jax.models.moe import MoE, input_scales
-from novalm_jax.models.router import Routing
-
-DECODE_ROWS = (4, 8, 16, 32)
-"""Row counts that decode is compiled for. XLA's CPU backend rounds bfloat16 products of 2 rows differently."""
-
-PREFILL_ROWS = (64, 512)
-"""Token counts that a prefill chunk is compiled for; prompts are cut into chunks of the largest."""
-
-EXPERT_GROUP = 64
-"""Rows of one expert that prefill multiplies together."""
-
-HEAD_BLOCK = 64
-"""Tokens whose logits are computed at a time where all are asked for; divides every prefill chunk."""
-
-KV_BLOCK = 128
-"""Cache positions that attention handles at a time."""
-
-Leaves = tuple[jax.Array, ...]
-
-Ints = Any
-"""int32, traced in a program or numpy on its way into one."""
-
-
-class LayerWeights(NamedTuple):
-    """A layer's dense weights as flat leaves, and its experts in storage form (None for a dense layer)."""
-
-    dense: Leaves
-    experts: Weights | None
-
-
-class ModelWeights(NamedTuple):
-    """All weights as the programs take them: `outer` is everything outside the layers."""
-
-    outer: Leaves
-    layers: tuple[LayerWeights, ...]
+from novalm_jax.config import LayerConfig, MoEConfig
+from novalm_jax.engine.functions import (
+    DECODE_ROWS,
+    KV_BLOCK,
+    PREFILL_ROWS,
+    DecodeStep,
+    Functions,
+    LayerWeights,
+    ModelWeights,
+    PrefillChunk,
+    Structure,
+)
+from novalm_jax.experts.fetcher import IN_FLIGHT
+from novalm_jax.experts.pools import compile_insert, pool_shapes
+from novalm_jax.experts.records import record_layout
+from novalm_jax.kernels.storage import storage_dtype, tree_bytes
+from novalm_jax.kv.static import LayerCache, cache_shape
+from novalm_jax.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -77,171 +45,26 @@ class Shapes:
     dtype: np.dtype
 
 
-class Structure:
-    """The module tree without its arrays: takes a model apart into flat leaves, and puts it together in a trace."""
-
-    def __init__(self, model: Decoder):
-        self.config: ModelConfig = model.config
-        self._outer_def, self._outer_tree = _split(_outer(model))
-        self._layer_defs = {layer.config: _split(without_experts(layer)) for layer in reversed(list(model.layers))}
-
-    def outer(self, leaves: Leaves) -> Decoder:
-        """The model without its layers."""
-        return nnx.merge(self._outer_def, jax.tree.unflatten(self._outer_tree, leaves))
-
-    def layer(self, config: LayerConfig, leaves: Leaves) -> DecoderLayer:
-        """A layer without its routed experts."""
-        graph, tree = self._layer_defs[config]
-        return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
-
-    @staticmethod
-    def take_apart(model: Decoder) -> ModelWeights:
-        """The weights of `model`, as they are."""
-        layers = []
-        for layer in model.layers:
-            experts = None
-            if isinstance(layer.feed_forward, MoE):
-                experts = layer.feed_forward.experts.weights()
-            layers.append(LayerWeights(_leaves(without_experts(layer)), experts))
-        return ModelWeights(_leaves(_outer(model)), tuple(layers))
-
-
-def _outer(model: Decoder) -> Decoder:
-    outer = nnx.clone(model)
-    del outer.layers
-    return outer
-
-
-def _split(module: nnx.Module) -> tuple[Any, Any]:
-    graph, state = nnx.split(module)
-    return graph, jax.tree.structure(state)
-
-
-def _leaves(module: nnx.Module) -> Leaves:
-    return tuple(jax.tree.leaves(nnx.state(module)))
-
-
-class PrefillChunk(NamedTuple):
-    """Where a prefill chunk goes, int32 scalars: its row, the position of its first token, how many of its tokens are
-    not padding, and how many tokens of the sequence are known."""
-
-    row: Ints
-    start: Ints
-    tokens: Ints
-    known: Ints
-
-
-class DecodeStep(NamedTuple):
-    """The sequences of a decode step, int32 `[b]` each. An idle row has the row past the last and position -1.
-
-    `known` is how many tokens of each sequence are known, at least its position + 1.
-    """
-
-    tokens: Ints
-    rows: Ints
-    positions: Ints
-    known: Ints
-
-
-class Decoded(NamedTuple):
-    """float32 logits `[b, v]` and the most likely ids, int32 `[b]`."""
-
-    logits: jax.Array
-    greedy: jax.Array
-
-
-class Functions:
-    """The functions that are compiled, over one `Structure`."""
-
-    def __init__(self, structure: Structure):
-        self._structure = structure
-
-    def embed(self, outer: Leaves, tokens: jax.Array) -> jax.Array:
-        """int32 `[t]` -> `[1, t, d]`."""
-        return self._structure.outer(outer).embed(tokens[None])
-
-    def head(self, outer: Leaves, x: jax.Array, index: jax.Array) -> Decoded:
-        """Logits of token `index` of `x [1, t, d]`, on as many equal rows as the smallest decode step has."""
-        last = lax.dynamic_index_in_dim(x[0], index, keepdims=True)
-        return _decoded(self._structure.outer(outer).logits(jnp.concatenate([last] * DECODE_ROWS[0])))
-
-    def head_of_block(self, outer: Leaves, x: jax.Array, start: jax.Array) -> jax.Array:
-        """Logits of the `HEAD_BLOCK` tokens from `start` on of `x [1, t, d]`: float32 `[HEAD_BLOCK, v]`."""
-        return self._structure.outer(outer).logits(lax.dynamic_slice_in_dim(x[0], start, HEAD_BLOCK))
-
-    def attend(
-        self, config: LayerConfig, dense: Leaves, cache: LayerCache, x: jax.Array, chunk: PrefillChunk
-    ) -> tuple[Routed | jax.Array, LayerCache]:
-        """A prefill chunk `x [1, t, d]` up to the router split; through the whole layer where it is dense."""
-        offsets = jnp.arange(x.shape[1], dtype=jnp.int32)
-        at = Positions((chunk.start + offsets)[None], chunk.known[None])
-        view = CacheView(cache, chunk.row[None], chunk.start[None], KV_BLOCK)
-        return self._attend(config, dense, view, x, at, offsets < chunk.tokens)
-
-    def experts(self, config: LayerConfig, dense: Leaves, experts: Weights, routed: Routed) -> jax.Array:
-        """A prefill chunk from the router split to the end of the layer: `[1, t, d]`."""
-        assert isinstance(config.feed_forward, MoEConfig)
-        ids, scales = routed.routing.ids, input_scales(config.feed_forward, routed.routing)
-        products = expert_kernel.grouped(routed.h, ids, experts, config.feed_forward.expert, EXPERT_GROUP, scales)
-        return self._structure.layer(config, dense).combine(routed, products)
-
-    def decode(
-        self, weights: ModelWeights, caches: tuple[LayerCache, ...], step: DecodeStep
-    ) -> tuple[Decoded, tuple[LayerCache, ...]]:
-        """One token for each row, through the whole model."""
-        outer = self._structure.outer(weights.outer)
-        x = lax.optimization_barrier(outer.embed(step.tokens[:, None]))
-        after = []
-        for config, layer, cache in zip(self._structure.config.layers, weights.layers, caches, strict=True):
-            x, cache = self.decode_layer(config, layer, cache, x, step)
-            after.append(cache)
-        return _decoded(outer.logits(x[:, 0])), tuple(after)
-
-    def decode_layer(
-        self, config: LayerConfig, weights: LayerWeights, cache: LayerCache, x: jax.Array, step: DecodeStep
-    ) -> tuple[jax.Array, LayerCache]:
-        """One layer of a decode step, `x [b, 1, d]`, with barriers at the router split."""
-        at = Positions(step.positions[:, None], step.known)
-        view = CacheView(cache, step.rows, step.positions, KV_BLOCK)
-        active = step.positions >= 0
-        routed, cache = lax.optimization_barrier(self._attend(config, weights.dense, view, x, at, active))
-        if not isinstance(routed, Routed):
-            return routed, cache
-        assert weights.experts is not None and isinstance(config.feed_forward, MoEConfig)
-        ids, scales = routed.routing.ids, input_scales(config.feed_forward, routed.routing)
-        products = expert_kernel.by_expert(routed.h, ids, weights.experts, config.feed_forward.expert, scales)
-        layer = self._structure.layer(config, weights.dense)
-        return lax.optimization_barrier(layer.combine(routed, lax.optimization_barrier(products))), cache
-
-    def _attend(
-        self, config: LayerConfig, dense: Leaves, view: CacheView, x: jax.Array, at: Positions, real: jax.Array
-    ) -> tuple[Routed | jax.Array, LayerCache]:
-        """`real` bool `[b * t]`: rows that are padding choose no expert."""
-        layer = self._structure.layer(config, dense)
-        if not isinstance(config.feed_forward, MoEConfig):
-            x, view = layer(x, at, view)
-            return x, view.cache
-        x, view = layer.attend(x, at, view)
-        routed = layer.route(x)
-        nobody = jnp.int32(config.feed_forward.num_experts)
-        ids = jnp.where(real[:, None], routed.routing.ids, nobody)
-        return routed._replace(routing=Routing(ids, routed.routing.weights)), view.cache
-
-
 class Programs:
-    """Compiled programs, made when first asked for, from shapes alone: no weights are needed to know their cost."""
+    """Compiled programs, made when first asked for, from shapes alone: no weights are needed to know their cost.
+
+    Attributes:
+      config: the model.
+      shapes: what they are compiled for.
+    """
 
     def __init__(self, model: Decoder, shapes: Shapes):
         structure = Structure(model)
         self.shapes = shapes
-        self._config = structure.config
+        self.config = structure.config
         self._functions = Functions(structure)
         self._weights = _in_storage_form(structure.take_apart(model))
         self._caches = tuple(
-            cache_shape(layer.attention, shapes.rows, shapes.capacity, shapes.dtype) for layer in self._config.layers
+            cache_shape(layer.attention, shapes.rows, shapes.capacity, shapes.dtype) for layer in self.config.layers
         )
         self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
         self._workspace: dict[tuple[Any, ...], int] = {}
+        self._routed_shapes: dict[tuple[LayerConfig, int], Any] = {}
 
     def embed(self, tokens: int) -> jax.stages.Compiled:
         """(outer, int32 `[t]`) -> `[1, t, d]`."""
@@ -264,11 +87,9 @@ class Programs:
 
     def experts(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
         """(dense, experts, `Routed`) -> x `[1, t, d]`."""
-        held, live = self._attend_arguments(config, tokens)
-        routed, _ = jax.eval_shape(partial(self._functions.attend, config), *held, *live)
-        weights = self._layer_weights(config)
+        weights, live = self._layer_weights(config), (self._routed(config, tokens),)
         function = partial(self._functions.experts, config)
-        return self._get(("experts", config, tokens), function, (weights.dense, weights.experts), (routed,))
+        return self._get(("experts", config, tokens), function, (weights.dense, weights.experts), live)
 
     def decode(self, rows: int) -> jax.stages.Compiled:
         """(`ModelWeights`, caches, `DecodeStep`) -> (`Decoded`, caches); the caches are donated."""
@@ -282,7 +103,7 @@ class Programs:
         self.embed(tokens)
         self.head(tokens)
         self.head_of_block(tokens)
-        for config in dict.fromkeys(self._config.layers):
+        for config in dict.fromkeys(self.config.layers):
             self.attend(config, tokens)
             if isinstance(config.feed_forward, MoEConfig):
                 self.experts(config, tokens)
@@ -300,10 +121,19 @@ class Programs:
         """Bytes of all layers' caches."""
         return tree_bytes(self._caches)
 
+    @property
+    def paused_bytes(self) -> int:
+        """Bytes of a prefill chunk between two layers, where decode steps run."""
+        return tree_bytes(self._hidden(prefill_rows(self.shapes.capacity)[-1]))
+
     def new_caches(self) -> tuple[LayerCache, ...]:
         """Zeroed caches."""
-        caches: tuple[LayerCache, ...] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self._caches)
-        return caches
+        return tuple(map(self.new_cache, range(len(self._caches))))
+
+    def new_cache(self, layer: int) -> LayerCache:
+        """The zeroed cache of one layer."""
+        cache: LayerCache = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self._caches[layer])
+        return cache
 
     def _get(
         self,
@@ -322,15 +152,149 @@ class Programs:
         return self._compiled[key]
 
     def _attend_arguments(self, config: LayerConfig, tokens: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        index = self._config.layers.index(config)
+        index = self.config.layers.index(config)
         chunk = PrefillChunk(*[_ints()] * 4)
         return (self._layer_weights(config).dense, self._caches[index]), (self._hidden(tokens), chunk)
 
+    def _routed(self, config: LayerConfig, tokens: int) -> Any:
+        """The `Routed` of a prefill chunk, as shapes; kept, as finding it takes a trace."""
+        if (config, tokens) not in self._routed_shapes:
+            held, live = self._attend_arguments(config, tokens)
+            routed, _ = jax.eval_shape(partial(self._functions.attend, config), *held, *live)
+            self._routed_shapes[config, tokens] = routed
+        return self._routed_shapes[config, tokens]
+
     def _layer_weights(self, config: LayerConfig) -> LayerWeights:
-        return self._weights.layers[self._config.layers.index(config)]
+        return self._weights.layers[self.config.layers.index(config)]
 
     def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((1, tokens, self._config.hidden_size), jnp.float32)
+        return jax.ShapeDtypeStruct((1, tokens, self.config.hidden_size), jnp.float32)
+
+
+class StreamedPrograms(Programs):
+    """As `Programs`, for experts in slots of a pool: a step is cut at every router split.
+
+    Attributes:
+      layout: the arrays of a record, as shapes.
+      slots: how many there are.
+    """
+
+    def __init__(self, model: Decoder, shapes: Shapes, slots: int):
+        super().__init__(model, shapes)
+        self.layout = record_layout(model)
+        self.slots = slots
+        self._pool = pool_shapes(self.layout, slots)
+
+    def embed_step(self, rows: int) -> jax.stages.Compiled:
+        """(outer, int32 `[b]`) -> x `[b, 1, d]`."""
+        return self._get(("embed step", rows), self._functions.embed_step, (self._weights.outer,), (_ints(rows),))
+
+    def attend_step(self, config: LayerConfig, rows: int) -> jax.stages.Compiled:
+        """(dense, cache, x, `DecodeStep`) -> (`Routed` or x, cache); the cache is donated."""
+        held, live = self._attend_step_arguments(config, rows)
+        function = partial(self._functions.attend_step, config)
+        return self._get(("attend step", config, rows), function, held, live, donate=(1,))
+
+    def lookahead(self, config: LayerConfig, rows: int) -> jax.stages.Compiled:
+        """(dense, x `[b, 1, d]`) -> the `Routing` that this layer would choose for it."""
+        held, live = (self._layer_weights(config).dense,), (self._step_hidden(rows),)
+        return self._get(("lookahead", config, rows), partial(self._functions.lookahead, config), held, live)
+
+    def first_wave(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
+        """(pool, `Routed`, slots) -> products; `tokens` are those of a prefill chunk, or the rows of a decode step."""
+        live = (self._routed(config, tokens), self._wave_slots(config))
+        function = partial(self._functions.first_wave, config)
+        return self._get(("first wave", config, tokens), function, (self._pool,), live)
+
+    def wave(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
+        """(pool, products, `Routed`, slots) -> products; the ones before are donated."""
+        live = (self._products(config, tokens), self._routed(config, tokens), self._wave_slots(config))
+        function = partial(self._functions.wave, config)
+        return self._get(("wave", config, tokens), function, (self._pool,), live, donate=(1,))
+
+    def combine(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
+        """(dense, `Routed`, products) -> x."""
+        live = (self._routed(config, tokens), self._products(config, tokens))
+        function = partial(self._functions.combine, config)
+        return self._get(("combine", config, tokens), function, (self._layer_weights(config).dense,), live)
+
+    def head_of_step(self, rows: int) -> jax.stages.Compiled:
+        """(outer, x `[b, 1, d]`) -> `Decoded`."""
+        live = (self._step_hidden(rows),)
+        return self._get(("head of step", rows), self._functions.head_of_step, (self._weights.outer,), live)
+
+    @cached_property
+    def insert(self) -> jax.stages.Compiled:
+        """(pool, record, slot) -> (pool, a scalar that is there once the record is); the pool is donated."""
+        return compile_insert(self.layout, self.slots)
+
+    def workspace_bytes(self) -> int:
+        """As in `Programs`."""
+        rows, tokens = decode_rows(self.shapes.rows)[-1], prefill_rows(self.shapes.capacity)[-1]
+        self.embed(tokens)
+        self.head(tokens)
+        self.head_of_block(tokens)
+        self.embed_step(rows)
+        self.head_of_step(rows)
+        for config in dict.fromkeys(self.config.layers):
+            self.attend(config, tokens)
+            self.attend_step(config, rows)
+            if isinstance(config.feed_forward, MoEConfig):
+                self.lookahead(config, rows)
+                for count in (tokens, rows):
+                    self.first_wave(config, count)
+                    self.wave(config, count)
+                    self.combine(config, count)
+        temporary, outputs = program_bytes(self.insert)
+        return max(*self._workspace.values(), temporary + outputs)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """What a prefill chunk takes while the experts of a layer pass by, and after it."""
+        tokens = prefill_rows(self.shapes.capacity)[-1]
+        configs = [config for config in self.config.layers if isinstance(config.feed_forward, MoEConfig)]
+        passing = (tree_bytes((self._routed(config, tokens), self._products(config, tokens))) for config in configs)
+        return max(passing) + self.paused_bytes
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a slot."""
+        return tree_bytes(self.layout)
+
+    @cached_property
+    def weight_bytes(self) -> dict[str, int]:
+        """Bytes of the dense weights, of all slots, and of copies that are on their way into one."""
+        dense = super().weight_bytes["dense weights"]
+        return {
+            "dense weights": dense,
+            "expert slots": self.slots * self.record_bytes,
+            "experts under way": IN_FLIGHT * self.record_bytes,
+        }
+
+    def _attend_step_arguments(self, config: LayerConfig, rows: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        held, _ = self._attend_arguments(config, rows)
+        return held, (self._step_hidden(rows), DecodeStep(*[_ints(rows)] * 4))
+
+    def _routed(self, config: LayerConfig, tokens: int) -> Any:
+        if tokens >= PREFILL_ROWS[0]:
+            return super()._routed(config, tokens)
+        if (config, tokens) not in self._routed_shapes:
+            held, live = self._attend_step_arguments(config, tokens)
+            routed, _ = jax.eval_shape(partial(self._functions.attend_step, config), *held, *live)
+            self._routed_shapes[config, tokens] = routed
+        return self._routed_shapes[config, tokens]
+
+    def _products(self, config: LayerConfig, tokens: int) -> Any:
+        routed = self._routed(config, tokens)
+        return jax.ShapeDtypeStruct((*routed.routing.ids.shape, routed.h.shape[-1]), routed.h.dtype)
+
+    def _step_hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, 1, self.config.hidden_size), jnp.float32)
+
+    @staticmethod
+    def _wave_slots(config: LayerConfig) -> jax.ShapeDtypeStruct:
+        assert isinstance(config.feed_forward, MoEConfig)
+        return _ints(config.feed_forward.num_experts)
 
 
 def decode_rows(rows: int) -> tuple[int, ...]:
@@ -360,14 +324,5 @@ def _in_storage_form(weights: ModelWeights) -> ModelWeights:
     return weights._replace(layers=tuple(layers))
 
 
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays in a tree."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _decoded(logits: jax.Array) -> Decoded:
-    return Decoded(logits, jnp.argmax(logits, axis=-1).astype(jnp.int32))

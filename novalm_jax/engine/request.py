@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from novalm_jax.engine.sampling import ResolvedSampling
-from novalm_jax.errors import EngineError
+from novalm_jax.errors import CheckpointError, EngineError
 from novalm_jax.text.detokenizer import TextStream
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -70,8 +70,11 @@ class Request:
         """Whether it has run to its end.
 
         Raises:
+          CheckpointError: weights that it needed could not be read.
           EngineError: a step failed and took it along.
         """
+        if isinstance(self.error, CheckpointError):
+            raise CheckpointError(str(self.error)) from self.error
         if self.error is not None:
             raise EngineError(f"A step failed, and this request is lost with it: {self.error}") from self.error
         return self.finish_reason is not None

@@ -3,7 +3,8 @@
 `reference` says what is meant. Two fast forms compute an expert with one compiled body, run one expert at a time, so
 that an expert's product does not depend on which others are computed, where they live, or how many there are.
 `by_expert` is for few rows (decode): every present expert takes all rows in place. `grouped` is for many (prefill,
-training): rows are gathered expert by expert into groups of fixed size. Its gradient is such a loop too.
+training): rows are gathered expert by expert into groups of fixed size. Its gradient is such a loop too. Both also run
+in waves, a group of experts at a time, whose weights lie in slots of a pool.
 
 Knows nothing of routers or tiers. A choice of `num_experts` or more means "no expert" and yields zeros.
 """
@@ -45,6 +46,19 @@ class Weights(NamedTuple):
     gate_bias: jax.Array | None = None
     up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
+
+
+class Wave(NamedTuple):
+    """Some of a layer's experts, whose weights lie in slots of a pool. What all waves of a layer give together has the
+    bits of one product with all experts at hand.
+
+    Attributes:
+      slots: int32 `[e]`, the slot of each expert; negative for those that are not in this wave.
+      products: `[t, k, d]`, what the waves before gave; zeros for the first one.
+    """
+
+    slots: jax.Array
+    products: jax.Array
 
 
 def gated(gate: jax.Array, up: jax.Array, activation: Activation, clamp: ClampConfig | None = None) -> jax.Array:
@@ -103,20 +117,31 @@ def reference(
 
 
 def by_expert(
-    x: jax.Array, ids: jax.Array, weights: Weights, config: ExpertConfig, scales: jax.Array | None = None
+    x: jax.Array,
+    ids: jax.Array,
+    weights: Weights,
+    config: ExpertConfig,
+    scales: jax.Array | None = None,
+    wave: Wave | None = None,
 ) -> jax.Array:
-    """As `reference`, running the experts that are present and no others. For a few rows, at least 2."""
-    num_experts = weights.down.shape[0]
-    present = jnp.zeros(num_experts, jnp.int32).at[ids.reshape(-1)].set(1, mode="drop")
+    """As `reference`, running the experts that are present and no others. For a few rows, at least 2.
+
+    With a `wave` the stacks of `weights` are slots; choices of experts outside it stay as they are in its products.
+    """
+    present = jnp.zeros(_num_experts(weights, wave), jnp.int32).at[ids.reshape(-1)].set(1, mode="drop")
+    if wave is not None:
+        present = jnp.where(wave.slots >= 0, present, 0)
     numbers = jnp.argsort(1 - present, stable=True).astype(ids.dtype)
 
     def add_expert(i: jax.Array, products: jax.Array) -> jax.Array:
         number = numbers[i]
         chosen = ids == number
-        product = expert_product(_scaled(x, chosen, scales), _expert(weights, number, x.dtype), config)
+        expert = _expert(weights, number if wave is None else wave.slots[number], x.dtype)
+        product = expert_product(_scaled(x, chosen, scales), expert, config)
         return jnp.where(chosen[..., None], product[:, None, :], products)
 
-    return lax.fori_loop(0, present.sum(), add_expert, jnp.zeros((*ids.shape, x.shape[-1]), x.dtype))
+    begun = jnp.zeros((*ids.shape, x.shape[-1]), x.dtype) if wave is None else wave.products
+    return lax.fori_loop(0, present.sum(), add_expert, begun)
 
 
 def grouped(
@@ -126,15 +151,19 @@ def grouped(
     config: ExpertConfig,
     group: int,
     scales: jax.Array | None = None,
+    wave: Wave | None = None,
 ) -> jax.Array:
     """As `reference`, on groups of `group` rows that share an expert; the last group of an expert is padded.
 
     The work is that of the chosen experts, rounded up to whole groups. For many rows. Differentiable in reverse mode,
-    at the same cost and with one expert at a time, too; gradients of weights add up in float32.
+    at the same cost and with one expert at a time, too; gradients of weights add up in float32. With a `wave` as
+    `by_expert`, and without a gradient.
     """
     if ids.size == 0:
         return jnp.zeros((*ids.shape, x.shape[-1]), x.dtype)
-    return _grouped(x, scales, weights, ids, config, group)
+    if wave is None:
+        return _grouped(x, scales, weights, ids, config, group)
+    return _add_groups(x, scales, weights, ids, config, group, wave)
 
 
 def group_size(choices: int, num_experts: int) -> int:
@@ -146,15 +175,36 @@ def group_size(choices: int, num_experts: int) -> int:
 def _grouped(
     x: jax.Array, scales: jax.Array | None, weights: Weights, ids: jax.Array, config: ExpertConfig, group: int
 ) -> jax.Array:
-    groups = _groups(ids, weights.down.shape[0], group)
+    return _add_groups(x, scales, weights, ids, config, group)
+
+
+def _add_groups(
+    x: jax.Array,
+    scales: jax.Array | None,
+    weights: Weights,
+    ids: jax.Array,
+    config: ExpertConfig,
+    group: int,
+    wave: Wave | None = None,
+) -> jax.Array:
+    num_experts = _num_experts(weights, wave)
+    if wave is not None:
+        ids = jnp.where(wave.slots.at[ids].get(mode="fill", fill_value=-1) >= 0, ids, num_experts)
+    groups = _groups(ids, num_experts, group)
 
     def add_group(i: jax.Array, products: jax.Array) -> jax.Array:
         inputs = _inputs(x, scales, groups.choices[i], ids.shape[1])
-        product = _group_product(*inputs, _expert(weights, groups.experts[i], x.dtype), config)
+        number = groups.experts[i] if wave is None else wave.slots[groups.experts[i]]
+        product = _group_product(*inputs, _expert(weights, number, x.dtype), config)
         return products.at[groups.choices[i]].set(product, mode="drop")
 
-    products = lax.fori_loop(0, groups.used, add_group, jnp.zeros((ids.size, x.shape[-1]), x.dtype))
+    begun = jnp.zeros((*ids.shape, x.shape[-1]), x.dtype) if wave is None else wave.products
+    products = lax.fori_loop(0, groups.used, add_group, begun.reshape(ids.size, x.shape[-1]))
     return products.reshape(*ids.shape, x.shape[-1])
+
+
+def _num_experts(weights: Weights, wave: Wave | None) -> int:
+    return weights.down.shape[0] if wave is None else wave.slots.shape[0]
 
 
 def _grouped_forward(

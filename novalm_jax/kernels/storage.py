@@ -6,6 +6,8 @@ integers alone. So 16-bit floats are held as uint16, and a part is viewed as wha
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax import lax
@@ -14,6 +16,11 @@ from jax import lax
 def storage_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype that holds elements of `dtype`: uint16 for 16-bit floats, others as they are."""
     return np.dtype(np.uint16) if dtype.itemsize == 2 else dtype
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays in a tree, or of what their shapes stand for."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def view_as(array: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -31,7 +31,7 @@ from novalm_jax.models.decoder import Decoder
 from novalm_jax.models.families import find_family
 from novalm_jax.models.moe import RouterTrace
 from novalm_jax.models.params import parameters_of
-from novalm_jax.options import TrainOptions
+from novalm_jax.options import ModelShape, TrainOptions
 from novalm_jax.training.data import Corpus, batch
 from novalm_jax.training.ngrams import baselines
 from novalm_jax.training.run_folder import TOKENIZER, Log, hold, open_checkpoints, open_corpus
@@ -43,8 +43,8 @@ Parameters = Mapping[str, jax.Array]
 # --- model -----------------------------------------------------------------------------------------------------------
 
 
-def config_json(options: TrainOptions, vocab_size: int) -> dict[str, Any]:
-    """The config.json of the model: qwen3_moe, or glm4_moe where biases balance the experts."""
+def config_json(options: ModelShape, vocab_size: int, biased: bool = False) -> dict[str, Any]:
+    """The config.json of a model: qwen3_moe, or glm4_moe where biases balance the experts."""
     config: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": options.hidden_size,
@@ -66,7 +66,7 @@ def config_json(options: TrainOptions, vocab_size: int) -> dict[str, Any]:
         "eos_token_id": 0,
         "torch_dtype": "float32",
     }
-    if options.balance_bias == 0.0:
+    if not biased:
         own = {"num_experts": options.experts, "decoder_sparse_step": 1, "mlp_only_layers": []}
         return {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"} | config | own
     own = {"n_routed_experts": options.experts, "n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 1}
@@ -258,7 +258,7 @@ def train(texts: Sequence[str | Path], output: str | Path, options: TrainOptions
             settle(model_folder)
             return model_folder
         corpus = open_corpus(output, paths, options)
-        raw = config_json(options, corpus.tokenizer.get_vocab_size())
+        raw = config_json(options, corpus.tokenizer.get_vocab_size(), options.balance_bias > 0)
         trainer = Trainer(find_family(raw).read_config(raw), options)
         with open_checkpoints(output / "state") as checkpoints:
             parameters = _run(trainer, corpus, output, options, checkpoints)

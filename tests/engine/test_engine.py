@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from interrupts import interrupted_at
 from novalm_jax.engine.engine import Engine
-from novalm_jax.engine.programs import Decoded
+from novalm_jax.engine.executor import Prompt
+from novalm_jax.engine.functions import Decoded
 from novalm_jax.engine.request import Request
 from novalm_jax.engine.sampler import Sampler
 from novalm_jax.engine.sampling import ResolvedSampling
-from novalm_jax.errors import EngineError
+from novalm_jax.errors import CheckpointError, EngineError
 
 VOCAB = 64
 GREEDY = ResolvedSampling(seed=0, temperature=0.0)
@@ -31,12 +32,22 @@ class Script:
         self.prefills: list[tuple[int, tuple[int, ...]]] = []
         self.decodes: list[dict[str, list[int]]] = []
         self.before: Callable[[str], None] = lambda kind: None
+        self.borders = 1
+        self.broken = False
+        self.prompts_ended = 0
         self.closed = 0
 
-    def prefill(self, row: int, tokens: Sequence[int]) -> Decoded:
-        self.before("prefill")
-        self.prefills.append((row, tuple(tokens)))
-        return self._decoded([tokens[-1]] * 2)
+    def prefill(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, Decoded] | None]:
+        try:
+            for number, (row, tokens) in enumerate(prompts):
+                self.before("prefill")
+                self.prefills.append((row, tuple(tokens)))
+                for _ in range(self.borders):
+                    self.before("border")
+                    yield None
+                yield number, self._decoded([tokens[-1]] * 2)
+        finally:
+            self.prompts_ended += 1
 
     def decode(
         self, tokens: Sequence[int], rows: Sequence[int], positions: Sequence[int], known: Sequence[int]
@@ -54,6 +65,14 @@ class Script:
         logits = np.full((len(tokens), VOCAB), -50, np.float32)
         logits[np.arange(len(tokens)), following] = 50
         return Decoded(jnp.asarray(logits), jnp.asarray(following, jnp.int32))
+
+
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 100.0
+        monkeypatch.setattr("novalm_jax.engine.engine.time.perf_counter", lambda: self.now)
 
 
 def request(first: int, tokens: int = 3, sampling: ResolvedSampling = GREEDY, ends: Sequence[int] = ()) -> Request:
@@ -222,6 +241,145 @@ def test_a_closed_engine_takes_no_more_work(engine):
             use()
 
 
+# --- prompts and decoding in turns -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(script: Script, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A layer of a prompt takes 40 ms, of which two fit a slice and a third begins."""
+    clock = Clock(monkeypatch)
+    script.borders = 10
+
+    def passes(kind: str) -> None:
+        clock.now += 0.04 if kind == "border" else 0.0
+
+    script.before = passes
+    return clock
+
+
+def test_a_long_prompt_lets_others_decode(engine, script, clock):
+    first, second = request(10, tokens=20), request(30, tokens=3)
+    engine.submit([first])
+    engine.step()
+    engine.submit([second])
+    for expected in (3, 4, 5):
+        begin = clock.now
+        engine.step()
+        assert clock.now - begin == pytest.approx(0.12)
+        assert (len(first.token_ids), second.token_ids) == (expected, [])
+    engine.step()
+    assert (len(first.token_ids), second.token_ids) == (6, answer(30, 2))
+    run(engine, [first, second])
+    assert (first.token_ids, second.token_ids) == (answer(10, 20), answer(30))
+    assert engine.prompt_tokens == 2 and script.prompts_ended == 2
+
+
+def test_alone_a_prompt_runs_through(engine, script, clock):
+    one = request(10)
+    engine.submit([one])
+    engine.step()
+    assert one.token_ids == answer(10, 2)
+
+
+def test_prompts_that_are_admitted_together_go_together_until_one_of_them_decodes(engine, script, clock):
+    requests = [request(10, tokens=9), request(30, tokens=9)]
+    engine.submit(requests)
+    engine.step()
+    assert [len(one.token_ids) for one in requests] == [2, 0]
+    run(engine, requests)
+    assert [one.token_ids for one in requests] == [answer(10, 9), answer(30, 9)]
+
+
+def test_a_prompt_that_nobody_waits_for_is_dropped_and_its_row_is_free(engine, script, clock):
+    first, second, third = request(10, tokens=30), request(30), request(50)
+    engine.submit([first])
+    engine.step()
+    engine.submit([second])
+    engine.step()
+    engine.abort([second])
+    engine.submit([third])
+    engine.step()
+    assert script.prompts_ended == 2 and second.token_ids == []
+    run(engine, [third])
+    assert third.token_ids == answer(50)
+    assert [row for row, _ in script.prefills] == [0, 1, 1]
+
+
+def test_the_row_of_a_prompt_on_its_way_is_not_given_away(engine, script, clock):
+    first, second, third = request(10, tokens=9), request(30, tokens=9), request(50, tokens=9)
+    engine.submit([first, second])
+    engine.step()
+    # The job goes on for the second; the first one's row is taken until it is through.
+    engine.abort([first])
+    engine.submit([third])
+    run(engine, [second, third])
+    assert (second.token_ids, third.token_ids) == (answer(30, 9), answer(50, 9))
+    assert first.finish_reason == "abort"
+
+
+def test_an_error_in_a_prompt_on_its_way_takes_the_running_requests_with_it(engine, script, clock):
+    first, second = request(10, tokens=9), request(30)
+    engine.submit([first])
+    engine.step()
+    engine.submit([second])
+    engine.step()
+
+    def fail(kind: str) -> None:
+        raise RuntimeError("no memory")
+
+    script.before = fail
+    with pytest.raises(EngineError, match="no memory"):
+        engine.step()
+    assert (first.finish_reason, second.finish_reason) == ("abort", "abort")
+    script.before = lambda kind: None
+    third = request(50)
+    engine.submit([third])
+    run(engine, [third])
+    assert third.token_ids == answer(50)
+
+
+def test_closing_ends_a_prompt_on_its_way(engine, script, clock):
+    engine.submit([request(10, tokens=9)])
+    engine.step()
+    engine.submit([request(30)])
+    engine.step()
+    engine.close()
+    assert script.prompts_ended == 2 and script.closed == 1
+
+
+def test_unreadable_weights_end_everything_with_their_own_error(engine, script):
+    waiting = [request(first, tokens=9) for first in (0, 10, 20)]
+    engine.submit(waiting)
+    engine.step()
+
+    def fail(kind: str) -> None:
+        raise CheckpointError("model.safetensors: gone")
+
+    script.before = fail
+    with pytest.raises(CheckpointError, match="gone"):
+        engine.step()
+    for one in waiting:
+        with pytest.raises(CheckpointError, match="gone"):
+            _ = one.ended
+    assert script.closed == 1
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit([request(1)])
+
+
+# --- spare rows ------------------------------------------------------------------------------------------------------
+
+
+def test_work_on_a_spare_row_waits_for_prompts_on_their_way(engine, script, clock):
+    first, second = request(10, tokens=30), request(30, tokens=30)
+    engine.submit([first])
+    engine.step()
+    engine.submit([second])
+    engine.step()
+    with pytest.raises(EngineError), engine.spare_row():
+        raise EngineError("not before a row is free")
+    assert script.prompts_ended == 2
+
+
 def test_a_spare_row_waits_for_a_request_to_end(engine, script):
     requests = [request(0, tokens=3), request(10, tokens=6)]
     engine.submit(requests)
@@ -309,31 +467,6 @@ def test_closing_frees_the_memory_of_the_sampler(script):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
-def interrupted_at(line: int, work: Callable[[], object]) -> bool:
-    """Runs `work` with Ctrl-C at the `line`-th line it executes in the engine's files; False where it has fewer."""
-    left = line
-
-    def trace(frame: Any, event: str, _: object) -> Any:
-        nonlocal left
-        if "novalm_jax/engine" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        work()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
-
-
 def test_an_interrupt_at_any_line_loses_no_row_and_no_request(engine, script):
     """Signals arrive between any two instructions, also between two that belong together."""
     line = 0
@@ -345,7 +478,7 @@ def test_an_interrupt_at_any_line_loses_no_row_and_no_request(engine, script):
             engine.submit(requests)
             run(engine, requests)
 
-        if not interrupted_at(line, work):
+        if not interrupted_at(line, work, "novalm_jax/engine"):
             break
         # Whoever waits for them elsewhere is told, or served.
         for one in requests:

@@ -79,7 +79,7 @@ def reads(monkeypatch) -> list[str]:
 def test_the_least_budget_works_and_one_byte_less_is_refused_unread(tiny, options: dict[str, Any], reads):
     refusal = _least(tiny, **options)
     assert sum(refusal.table.values()) == refusal.least_bytes
-    assert {"dense weights", "experts", "KV cache", "workspace"} <= set(refusal.table)
+    assert {"dense weights", "expert slots", "KV cache", "workspace"} <= set(refusal.table)
     assert str(refusal.least_bytes) in str(refusal) and "device_memory allows 1000 " in str(refusal)
     with pytest.raises(BudgetError):
         LLM(tiny, device_memory=refusal.least_bytes - 1, **options)

@@ -22,17 +22,9 @@ from golden_helpers import GOLDEN, TOLERANCE, golden, whole
 from novalm_jax.checkpoint.load import Checkpoint, abstract_model, load_model
 from novalm_jax.compat import compile_program
 from novalm_jax.config import LayerConfig, ModelConfig, MoEConfig
-from novalm_jax.engine.executor import Executor, put_stored
-from novalm_jax.engine.programs import (
-    DECODE_ROWS,
-    KV_BLOCK,
-    DecodeStep,
-    Functions,
-    ModelWeights,
-    Programs,
-    Shapes,
-    Structure,
-)
+from novalm_jax.engine.executor import Executor, Prompt, ResidentExecutor, put_stored
+from novalm_jax.engine.functions import DECODE_ROWS, KV_BLOCK, Decoded, DecodeStep, Functions, ModelWeights, Structure
+from novalm_jax.engine.programs import Programs, Shapes
 from novalm_jax.kernels import experts as expert_kernel
 from novalm_jax.kv.static import CacheView, LayerCache
 from novalm_jax.models import moe
@@ -65,7 +57,7 @@ def programs_of(config: ModelConfig, dtype: str, rows: int) -> Programs:
 
 def executor_of(case: str, dtype: str = "float32", rows: int = 2) -> Executor:
     checkpoint = Checkpoint.open(GOLDEN / case)
-    return Executor(checkpoint.load(dtype, put_stored), programs_of(checkpoint.config, dtype, rows))
+    return ResidentExecutor(checkpoint.load(dtype, put_stored), programs_of(checkpoint.config, dtype, rows), 0)
 
 
 def test_all_cases_are_there() -> None:
@@ -158,9 +150,15 @@ def stepwise(executor: Executor, ids: np.ndarray) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
+def prefill(executor: Executor, row: int, tokens: list[int]) -> Decoded:
+    """What follows a prompt."""
+    ((_, decoded),) = (through for through in executor.prefill([Prompt(row, tokens)]) if through is not None)
+    return decoded
+
+
 def continuation(executor: Executor, prompt: list[int], count: int) -> list[int]:
     row, tokens = executor.rows - 1, list(prompt)
-    decoded = executor.prefill(row, tokens)
+    decoded = prefill(executor, row, tokens)
     for _ in range(count - 1):
         tokens.append(int(decoded.greedy[0]))
         decoded = executor.decode(tokens[-1:], [row], [len(tokens) - 1], [len(tokens)])
@@ -196,11 +194,11 @@ def test_a_row_does_not_depend_on_its_neighbours(case: str, dtype: str) -> None:
     starts = [length - 2 * i for i in range(count)]
     crowd, single = executor_of(case, dtype, rows=8), executor_of(case, dtype, rows=8)
     for row, start in enumerate(starts):
-        crowd.prefill(row, ids[row, :start].tolist())
+        prefill(crowd, row, ids[row, :start].tolist())
     for row in (0, 5):
         # Another row of the cache than in the crowd, after another sequence has been there.
-        single.prefill(7 - row, ids[3].tolist())
-        single.prefill(7 - row, ids[row, : starts[row]].tolist())
+        prefill(single, 7 - row, ids[3].tolist())
+        prefill(single, 7 - row, ids[row, : starts[row]].tolist())
     for i in range(6):
         places = [start + i for start in starts]
         tokens = [int(ids[row, at]) for row, at in enumerate(places)]

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from novalm_jax.compat import compile_program
-from novalm_jax.engine.programs import DECODE_ROWS
+from novalm_jax.engine.functions import DECODE_ROWS
 from novalm_jax.models.params import parameters_of
 
 Module = TypeVar("Module", bound=nnx.Module)

@@ -1,6 +1,5 @@
 """Expert products in every layout against float64 numpy, and their promises on bits and memory."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 from novalm_jax.compat import compile_program
 from novalm_jax.config import Activation, ClampConfig, ExpertConfig
 from novalm_jax.kernels import experts
-from novalm_jax.kernels.experts import Weights
+from novalm_jax.kernels.experts import Wave, Weights
 from parts_helpers import random, rows_do_not_depend_on_company, same_bits, sigmoid, silu, wide
 
 D, F = 24, 20
@@ -86,11 +85,15 @@ def min_of(x: np.ndarray, most: float) -> np.ndarray:
     return np.where(x > most, most, x)
 
 
-@partial(jax.jit, static_argnames=("kernel", "config"))
-def run(kernel: str, x: Any, ids: Any, weights: Weights, config: ExpertConfig, scales: Any = None) -> jax.Array:
+def products_of(
+    kernel: str, x: Any, ids: Any, weights: Weights, config: ExpertConfig, scales: Any = None, wave: Any = None
+) -> jax.Array:
     name, *group = kernel.split(" by ")
-    return getattr(experts, name)(x, ids, weights, config, *map(int, group), scales=scales)
+    waves = {} if wave is None else {"wave": wave}
+    return getattr(experts, name)(x, ids, weights, config, *map(int, group), scales=scales, **waves)
 
+
+run = jax.jit(products_of, static_argnames=("kernel", "config"))
 
 KERNELS = ("reference", "by_expert", "grouped by 8", "grouped by 64")
 
@@ -276,6 +279,46 @@ def test_a_product_does_not_depend_on_what_else_is_computed(
         fewer = jax.tree.map(lambda stack, part=part: stack[np.array(part)], weights)
         slots = np.where(ours, np.searchsorted(part, ids), len(part)).astype(np.int32)
         assert same_bits(np.asarray(run(kernel, x, jnp.asarray(slots), fewer, config))[ours], whole[ours])
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("t", "kernel", "config", "dtype"),
+    [
+        (4, "by_expert", PLAIN, jnp.bfloat16),
+        (8, "by_expert", OTHER, jnp.float32),
+        (64, "grouped by 64", OTHER, jnp.bfloat16),
+        (130, "grouped by 8", PLAIN, jnp.float32),
+    ],
+    ids=str,
+)
+def test_waves_from_slots_give_the_bits_of_one_product(
+    t: int, kernel: str, config: ExpertConfig, dtype: Any, scaled: bool
+) -> None:
+    """Experts in two slots at a time, the later ones where earlier ones were, in an order of their own."""
+    drawn = draw(6, dtype=dtype).laid_out(config)
+    stored = drawn if dtype == jnp.float32 else jax.tree.map(lambda stack: stack.view(np.uint16), drawn)
+    x, scales = random(t, D, dtype=dtype), random(t, 3, seed=1) if scaled else None
+    ids = np.where(np.random.default_rng(0).random((t, 3)) < 0.2, 6, choices("any", t, 3, 6)).astype(np.int32)
+
+    def compiled(*arguments: Any) -> Any:
+        def function(x: Any, ids: Any, weights: Weights, scales: Any, wave: Any) -> jax.Array:
+            return products_of(kernel, x, ids, weights, config, scales, wave)
+
+        return compile_program(function, arguments)(*arguments)
+
+    whole = compiled(x, ids, stored, scales, None)
+    # Slots that no wave names hold what would spoil any product.
+    spoilt = np.nan if dtype == jnp.float32 else 0x7FC0
+    pool = jax.tree.map(lambda stack: np.full((4, *stack.shape[1:]), spoilt, stack.dtype), stored)
+    products = jnp.zeros((*ids.shape, D), dtype)
+    for experts_, slots_ in (((4, 1), (3, 1)), ((0, 5), (1, 3)), ((2, 3), (3, 0))):
+        slots = np.full(6, -1, np.int32)
+        slots[list(experts_)] = slots_
+        for stack, part in zip(jax.tree.leaves(pool), jax.tree.leaves(stored), strict=True):
+            stack[list(slots_)] = part[list(experts_)]
+        products = compiled(x, ids, jax.tree.map(jnp.array, pool), scales, Wave(jnp.asarray(slots), products))
+    assert same_bits(products, whole)
 
 
 @pytest.mark.parametrize(

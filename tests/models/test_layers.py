@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from novalm_jax.config import AttentionConfig, LayerConfig, MLPConfig, ModelConfig, NormConfig, RopeConfig
-from novalm_jax.engine.programs import DECODE_ROWS
+from novalm_jax.engine.functions import DECODE_ROWS
 from novalm_jax.kernels.linear import einsum
 from novalm_jax.models import rope
 from novalm_jax.models.attention import Positions, Uncached

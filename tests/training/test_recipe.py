@@ -71,7 +71,7 @@ def test_tokens_that_are_not_real_are_not_counted() -> None:
 
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     for options in (TINY, replace(TINY, balance_bias=0.01)):
-        raw = config_json(options, 300)
+        raw = config_json(options, 300, options.balance_bias > 0)
         shapes = parameter_shapes(find_family(raw).read_config(raw))
         still = {path for path, decay in recipe.decays(shapes).items() if not decay}
         assert {path.split(".")[-1] for path in still} <= {"scale", "choice_bias"}

@@ -47,7 +47,7 @@ def write_text(path: Path) -> Path:
 
 
 def trainer(options: TrainOptions) -> Trainer:
-    raw = config_json(options, options.vocab_size)
+    raw = config_json(options, options.vocab_size, options.balance_bias > 0)
     return Trainer(find_family(raw).read_config(raw), options)
 
 

@@ -1,0 +1,248 @@
+"""What the programs compute, as pure functions of arrays, over the module tree without its arrays.
+
+A layer is split at the router: `attend` ends there and `experts` begins there. Prefill runs them one by one; a decode
+step of the whole model is one function made of the same parts, with barriers at the split, so that both round alike.
+Where experts come in waves, `wave` and `combine` are the parts of `experts`. Weights are arguments, never constants,
+and flat tuples, because flattening a module costs more than a decode step of a small model.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from novalm_jax.config import LayerConfig, ModelConfig, MoEConfig
+from novalm_jax.kernels import experts as expert_kernel
+from novalm_jax.kernels.experts import Wave, Weights
+from novalm_jax.kv.static import CacheView, LayerCache
+from novalm_jax.models.attention import Positions
+from novalm_jax.models.decoder import Decoder, DecoderLayer, Routed, without_experts
+from novalm_jax.models.moe import MoE, input_scales
+from novalm_jax.models.router import Routing
+
+DECODE_ROWS = (4, 8, 16, 32)
+"""Row counts that decode is compiled for. XLA's CPU backend rounds bfloat16 products of 2 rows differently."""
+
+PREFILL_ROWS = (64, 512)
+"""Token counts that a prefill chunk is compiled for; prompts are cut into chunks of the largest."""
+
+EXPERT_GROUP = 64
+"""Rows of one expert that prefill multiplies together."""
+
+HEAD_BLOCK = 64
+"""Tokens whose logits are computed at a time where all are asked for; divides every prefill chunk."""
+
+KV_BLOCK = 128
+"""Cache positions that attention handles at a time."""
+
+Leaves = tuple[jax.Array, ...]
+
+Ints = Any
+"""int32, traced in a program or numpy on its way into one."""
+
+
+class LayerWeights(NamedTuple):
+    """A layer's dense weights as flat leaves, and its experts in storage form (None for a dense layer)."""
+
+    dense: Leaves
+    experts: Weights | None
+
+
+class ModelWeights(NamedTuple):
+    """All weights as the programs take them: `outer` is everything outside the layers."""
+
+    outer: Leaves
+    layers: tuple[LayerWeights, ...]
+
+
+class Structure:
+    """The module tree without its arrays: takes a model apart into flat leaves, and puts it together in a trace."""
+
+    def __init__(self, model: Decoder):
+        self.config: ModelConfig = model.config
+        self._outer_def, self._outer_tree = _split(_outer(model))
+        self._layer_defs = {layer.config: _split(without_experts(layer)) for layer in reversed(list(model.layers))}
+
+    def outer(self, leaves: Leaves) -> Decoder:
+        """The model without its layers."""
+        return nnx.merge(self._outer_def, jax.tree.unflatten(self._outer_tree, leaves))
+
+    def layer(self, config: LayerConfig, leaves: Leaves) -> DecoderLayer:
+        """A layer without its routed experts."""
+        graph, tree = self._layer_defs[config]
+        return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+
+    @staticmethod
+    def take_apart(model: Decoder) -> ModelWeights:
+        """The weights of `model`, as they are."""
+        layers = []
+        for layer in model.layers:
+            experts = None
+            if isinstance(layer.feed_forward, MoE):
+                experts = layer.feed_forward.experts.weights()
+            layers.append(LayerWeights(_leaves(without_experts(layer)), experts))
+        return ModelWeights(_leaves(_outer(model)), tuple(layers))
+
+
+def _outer(model: Decoder) -> Decoder:
+    outer = nnx.clone(model)
+    del outer.layers
+    return outer
+
+
+def _split(module: nnx.Module) -> tuple[Any, Any]:
+    graph, state = nnx.split(module)
+    return graph, jax.tree.structure(state)
+
+
+def _leaves(module: nnx.Module) -> Leaves:
+    return tuple(jax.tree.leaves(nnx.state(module)))
+
+
+class PrefillChunk(NamedTuple):
+    """Where a prefill chunk goes, int32 scalars: its row, the position of its first token, how many of its tokens are
+    not padding, and how many tokens of the sequence are known."""
+
+    row: Ints
+    start: Ints
+    tokens: Ints
+    known: Ints
+
+
+class DecodeStep(NamedTuple):
+    """The sequences of a decode step, int32 `[b]` each. An idle row has the row past the last and position -1.
+
+    `known` is how many tokens of each sequence are known, at least its position + 1.
+    """
+
+    tokens: Ints
+    rows: Ints
+    positions: Ints
+    known: Ints
+
+
+class Decoded(NamedTuple):
+    """float32 logits `[b, v]` and the most likely ids, int32 `[b]`."""
+
+    logits: jax.Array
+    greedy: jax.Array
+
+
+class Functions:
+    """The functions that are compiled, over one `Structure`."""
+
+    def __init__(self, structure: Structure):
+        self._structure = structure
+
+    def embed(self, outer: Leaves, tokens: jax.Array) -> jax.Array:
+        """int32 `[t]` -> `[1, t, d]`."""
+        return self._structure.outer(outer).embed(tokens[None])
+
+    def embed_step(self, outer: Leaves, tokens: jax.Array) -> jax.Array:
+        """int32 `[b]` -> `[b, 1, d]`."""
+        return self._structure.outer(outer).embed(tokens[:, None])
+
+    def head_of_step(self, outer: Leaves, x: jax.Array) -> Decoded:
+        """Logits of `x [b, 1, d]`."""
+        return _decoded(self._structure.outer(outer).logits(x[:, 0]))
+
+    def lookahead(self, config: LayerConfig, dense: Leaves, x: jax.Array) -> Routing:
+        """What the router of a layer chooses for the hidden state `x [b, t, d]` of a layer before it."""
+        return self._structure.layer(config, dense).route(x).routing
+
+    def head(self, outer: Leaves, x: jax.Array, index: jax.Array) -> Decoded:
+        """Logits of token `index` of `x [1, t, d]`, on as many equal rows as the smallest decode step has."""
+        last = lax.dynamic_index_in_dim(x[0], index, keepdims=True)
+        return _decoded(self._structure.outer(outer).logits(jnp.concatenate([last] * DECODE_ROWS[0])))
+
+    def head_of_block(self, outer: Leaves, x: jax.Array, start: jax.Array) -> jax.Array:
+        """Logits of the `HEAD_BLOCK` tokens from `start` on of `x [1, t, d]`: float32 `[HEAD_BLOCK, v]`."""
+        return self._structure.outer(outer).logits(lax.dynamic_slice_in_dim(x[0], start, HEAD_BLOCK))
+
+    def attend(
+        self, config: LayerConfig, dense: Leaves, cache: LayerCache, x: jax.Array, chunk: PrefillChunk
+    ) -> tuple[Routed | jax.Array, LayerCache]:
+        """A prefill chunk `x [1, t, d]` up to the router split; through the whole layer where it is dense."""
+        offsets = jnp.arange(x.shape[1], dtype=jnp.int32)
+        at = Positions((chunk.start + offsets)[None], chunk.known[None])
+        view = CacheView(cache, chunk.row[None], chunk.start[None], KV_BLOCK)
+        return self._attend(config, dense, view, x, at, offsets < chunk.tokens)
+
+    def experts(self, config: LayerConfig, dense: Leaves, experts: Weights, routed: Routed) -> jax.Array:
+        """A prefill chunk from the router split to the end of the layer: `[1, t, d]`."""
+        return self.combine(config, dense, routed, self._products(config, experts, routed))
+
+    def first_wave(self, config: LayerConfig, pool: Weights, routed: Routed, slots: jax.Array) -> jax.Array:
+        """`[t, k, d]`, the products of experts in slots of a pool: int32 `slots [e]`, negative for all others."""
+        ids, h = routed.routing.ids, routed.h
+        return self.wave(config, pool, jnp.zeros((*ids.shape, h.shape[-1]), h.dtype), routed, slots)
+
+    def wave(
+        self, config: LayerConfig, pool: Weights, products: jax.Array, routed: Routed, slots: jax.Array
+    ) -> jax.Array:
+        """As `first_wave`, added to the products of earlier ones."""
+        return self._products(config, pool, routed, Wave(slots, products))
+
+    def combine(self, config: LayerConfig, dense: Leaves, routed: Routed, products: jax.Array) -> jax.Array:
+        """The end of a layer, once all products are there: `[b, t, d]`."""
+        return self._structure.layer(config, dense).combine(routed, products)
+
+    def _products(self, config: LayerConfig, weights: Weights, routed: Routed, wave: Wave | None = None) -> jax.Array:
+        assert isinstance(config.feed_forward, MoEConfig)
+        ids, scales = routed.routing.ids, input_scales(config.feed_forward, routed.routing)
+        expert = config.feed_forward.expert
+        if len(ids) < EXPERT_GROUP:
+            return expert_kernel.by_expert(routed.h, ids, weights, expert, scales, wave)
+        return expert_kernel.grouped(routed.h, ids, weights, expert, EXPERT_GROUP, scales, wave)
+
+    def decode(
+        self, weights: ModelWeights, caches: tuple[LayerCache, ...], step: DecodeStep
+    ) -> tuple[Decoded, tuple[LayerCache, ...]]:
+        """One token for each row, through the whole model."""
+        x = lax.optimization_barrier(self.embed_step(weights.outer, step.tokens))
+        after = []
+        for config, layer, cache in zip(self._structure.config.layers, weights.layers, caches, strict=True):
+            x, cache = self.decode_layer(config, layer, cache, x, step)
+            after.append(cache)
+        return self.head_of_step(weights.outer, x), tuple(after)
+
+    def decode_layer(
+        self, config: LayerConfig, weights: LayerWeights, cache: LayerCache, x: jax.Array, step: DecodeStep
+    ) -> tuple[jax.Array, LayerCache]:
+        """One layer of a decode step, `x [b, 1, d]`, with barriers at the router split."""
+        routed, cache = lax.optimization_barrier(self.attend_step(config, weights.dense, cache, x, step))
+        if not isinstance(routed, Routed):
+            return routed, cache
+        assert weights.experts is not None
+        products = lax.optimization_barrier(self._products(config, weights.experts, routed))
+        return lax.optimization_barrier(self.combine(config, weights.dense, routed, products)), cache
+
+    def attend_step(
+        self, config: LayerConfig, dense: Leaves, cache: LayerCache, x: jax.Array, step: DecodeStep
+    ) -> tuple[Routed | jax.Array, LayerCache]:
+        """As `attend`, of a decode step `x [b, 1, d]`."""
+        at = Positions(step.positions[:, None], step.known)
+        view = CacheView(cache, step.rows, step.positions, KV_BLOCK)
+        return self._attend(config, dense, view, x, at, step.positions >= 0)
+
+    def _attend(
+        self, config: LayerConfig, dense: Leaves, view: CacheView, x: jax.Array, at: Positions, real: jax.Array
+    ) -> tuple[Routed | jax.Array, LayerCache]:
+        """`real` bool `[b * t]`: rows that are padding choose no expert."""
+        layer = self._structure.layer(config, dense)
+        if not isinstance(config.feed_forward, MoEConfig):
+            x, view = layer(x, at, view)
+            return x, view.cache
+        x, view = layer.attend(x, at, view)
+        routed = layer.route(x)
+        nobody = jnp.int32(config.feed_forward.num_experts)
+        ids = jnp.where(real[:, None], routed.routing.ids, nobody)
+        return routed._replace(routing=Routing(ids, routed.routing.weights)), view.cache
+
+
+def _decoded(logits: jax.Array) -> Decoded:
+    return Decoded(logits, jnp.argmax(logits, axis=-1).astype(jnp.int32))

@@ -1,0 +1,260 @@
+"""The device tier: brings the experts that a layer needs into slots, in waves, and keeps those worth keeping.
+
+Belongs to the compute thread. Decides what lies in which slot; moving is the fetcher's, computing the caller's.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from novalm_jax.experts.fetcher import Fetch, Fetcher
+from novalm_jax.experts.policy import Policy
+from novalm_jax.experts.pools import DevicePool
+from novalm_jax.experts.records import Record
+from novalm_jax.experts.slots import NOWHERE, SlotTable
+
+
+class Streamer:
+    """Experts in slots, of a model that has so many `records`. Owns pool and fetcher, which end with it at the latest.
+
+    Attributes:
+      hits: needed records that had a slot.
+      misses: needed records that had none.
+      prefetch_hits: misses that were spared: records that came as a prefetch and were needed in their slot.
+      prefetch_wasted: records that came as a prefetch and were not needed by the layer they came for, or came too late.
+      evictions: records that left a slot for another one.
+      stall_seconds: how long computing waited for records.
+    """
+
+    def __init__(self, pool: DevicePool, table: SlotTable, policy: Policy, fetcher: Fetcher, records: int):
+        self._records = records
+        self._pool = pool
+        self._table = table
+        self._policy = policy
+        self._fetcher = fetcher
+        # Threads of a model that nobody closed would keep its memory for ever.
+        self._end_threads = weakref.finalize(self, fetcher.close)
+        self._step = 0
+        # What is on its way, and what has come of it and was not needed yet: all for one layer.
+        self._ahead: dict[Record, Fetch] = {}
+        self._prefetched: set[Record] = set()
+        self._governor = Governor()
+        self.hits = self.misses = self.prefetch_hits = self.prefetch_wasted = self.evictions = 0
+        self.stall_seconds = 0.0
+
+    @property
+    def pool(self) -> DevicePool:
+        """The slots, for the programs that read them."""
+        return self._pool
+
+    @property
+    def broken(self) -> bool:
+        """Whether an error ended the fetcher."""
+        return self._fetcher.failed
+
+    def figures(self) -> dict[str, Any]:
+        """What is where and what was moved, by the names of `Report`."""
+        fetcher = self._fetcher
+        on_device, on_host = self._table.table != NOWHERE, fetcher.on_host()
+        return {
+            "experts_on_device": int(on_device.sum()),
+            "experts_on_host": int((on_host & ~on_device).sum()),
+            "experts_on_disk": self._records - int((on_host | on_device).sum()),
+            "expert_hits": self.hits,
+            "expert_misses": self.misses,
+            "prefetch_hits": self.prefetch_hits,
+            "prefetch_wasted": self.prefetch_wasted,
+            "uploads": fetcher.uploads,
+            "bytes_uploaded": fetcher.uploads * fetcher.record_bytes,
+            "evictions": self.evictions,
+            "stall_seconds": self.stall_seconds,
+            "disk_bytes_read": fetcher.bytes_read,
+            "host_bytes": fetcher.host_bytes,
+        }
+
+    def next_step(self) -> None:
+        """A step of the model begins."""
+        self._step += 1
+
+    def waves(self, layer: int, experts: Sequence[int], kept: Collection[int] | None = None) -> Iterator[np.ndarray]:
+        """Brings experts of a layer to the device, those that are there first.
+
+        Args:
+          layer: its number.
+          experts: without repetition, the most wanted ones first.
+          kept: those that may be needed again soon, None for all. Others come into slots that this layer has done with,
+            where there are some, and leave again.
+
+        Returns:
+          An iterator over int32 `[e]`, the slots of the experts of one wave; negative for all others. All waves are
+          together the experts asked for, each once. What the caller dispatches with the pool before it goes on still
+          finds them there. What is missing is on its way already.
+        """
+        needed = [Record(layer, expert) for expert in experts]
+        kept = set(experts if kept is None else kept)
+        self._absorb(layer, needed)
+        self._policy.use(self._step, layer, np.array(sorted(kept.intersection(experts)), np.int64))
+        slots = {record: self._table.find(record) for record in needed}
+        there = {record: slot for record, slot in slots.items() if slot != NOWHERE}
+        missing = [self._fetcher.fetch(record, self._step, True) for record in needed if record not in there]
+        self._count(layer, there, missing)
+        return self._arrivals(layer, there, missing, kept)
+
+    def _arrivals(
+        self, layer: int, there: Mapping[Record, int], missing: list[Fetch], kept: Collection[int]
+    ) -> Iterator[np.ndarray]:
+        if there:
+            yield self._wave(there)
+        # Slots of experts that came for a finished wave alone.
+        free: list[int] = []
+        while missing:
+            wave: dict[Record, int] = {}
+            for fetch in self._wait_for(missing):
+                slot = free.pop() if free else self._make_room(layer, wave.values())
+                if slot is None:
+                    break
+                self._insert(fetch, slot)
+                missing.remove(fetch)
+                wave[fetch.record] = slot
+            yield self._wave(wave)
+            free += [slot for record, slot in wave.items() if record.expert not in kept]
+
+    def prefetch(self, layer: int, experts: Sequence[int]) -> None:
+        """Experts that a layer may need next: fetched where nothing urgent waits, the first ones first. Prefetches for
+        other layers that nobody has begun with are forgotten."""
+        self._forget()
+        if self._governor.allows():
+            wanted = [Record(layer, expert) for expert in experts]
+            absent = [record for record in wanted if self._table.find(record) == NOWHERE]
+            self._ahead |= {record: self._fetcher.fetch(record, self._step, False) for record in absent}
+
+    def recover(self) -> None:
+        """After a step that was broken off: nothing waits for what is under way, and what has not begun does not."""
+        if self._pool.lost:
+            # In this order: a table over empty slots would be wrong without a word.
+            self._table.clear_all()
+            self._prefetched.clear()
+            self._pool.renew()
+        self._ahead = {fetch.record: fetch for fetch in self._fetcher.calm_down()}
+        self._forget()
+
+    def close(self) -> None:
+        """Ends the fetcher and frees the slots."""
+        self._fetcher.close()
+        self._end_threads.detach()
+        self._ahead.clear()
+        self._pool.close()
+
+    def _forget(self) -> None:
+        self._ahead = {fetch.record: fetch for fetch in self._fetcher.forget(self._ahead.values())}
+
+    def _absorb(self, layer: int, needed: Collection[Record]) -> None:
+        """Prefetches that have arrived go into slots, but not of what is needed now. Those of a layer that has passed
+        came too late."""
+        for fetch in self._fetcher.arrived(self._ahead.values(), wait=False):
+            record = fetch.record
+            busy = {self._table.find(other) for other in {*needed, *self._prefetched}} - {NOWHERE}
+            slot = self._make_room(layer, busy) if record.layer == layer else self._table.empty_slot()
+            del self._ahead[record]
+            if self._table.find(record) != NOWHERE:
+                # An interrupt came between its slot and the word of it.
+                self._fetcher.dropped(fetch)
+                continue
+            if slot is None:
+                self._fetcher.dropped(fetch)
+            else:
+                self._insert(fetch, slot)
+            if slot is None or record.layer != layer:
+                self._wasted(1)
+            else:
+                self._prefetched.add(record)
+
+    def _wait_for(self, fetches: Collection[Fetch]) -> list[Fetch]:
+        start = time.perf_counter()
+        arrived = self._fetcher.arrived(fetches, wait=True)
+        self.stall_seconds += time.perf_counter() - start
+        return arrived
+
+    def _make_room(self, layer: int, busy: Collection[int]) -> int | None:
+        """An empty slot, if need be after an eviction; None where all are busy. What is to come is evicted last."""
+        slot = self._table.empty_slot()
+        if slot is not None:
+            return slot
+        spared = {self._table.find(record) for record in self._prefetched} - {NOWHERE}
+        slots, layers, experts = self._table.listed(but={*busy, *spared})
+        if not len(slots):
+            slots, layers, experts = self._table.listed(but=set(busy))
+        if not len(slots):
+            return None
+        return int(slots[self._policy.victim(self._step, layer, layers, experts)])
+
+    def _insert(self, fetch: Fetch, slot: int) -> None:
+        assert fetch.arrays is not None
+        # In this order: whenever an interrupt comes, the table names no record that its slot does not hold.
+        self._evict(slot)
+        done = self._pool.insert(fetch.arrays, slot)
+        self._table.put(fetch.record, slot)
+        self._fetcher.inserted(fetch, done)
+
+    def _evict(self, slot: int) -> None:
+        record = self._table.record_in(slot)
+        if record is not None:
+            self._table.clear(slot)
+            self.evictions += 1
+
+    def _count(self, layer: int, there: Collection[Record], missing: Collection[Fetch]) -> None:
+        """Counts what the layer needs, and what of its prefetches was right."""
+        self.hits += len(there)
+        self.misses += len(missing)
+        useful = self._prefetched.intersection(there)
+        self.prefetch_hits += len(useful)
+        self._governor.saw(useful=len(useful))
+        self._wasted(len(self._prefetched) - len(useful))
+        self._prefetched.clear()
+        self._ahead = {record: fetch for record, fetch in self._ahead.items() if not fetch.urgent}
+
+    def _wasted(self, count: int) -> None:
+        self.prefetch_wasted += count
+        self._governor.saw(wasted=count)
+
+    def _wave(self, slots: Mapping[Record, int]) -> np.ndarray:
+        wave = np.full(self._table.table.shape[1], NOWHERE, np.int32)
+        for record, slot in slots.items():
+            wave[record.expert] = slot
+        return wave
+
+
+class Governor:
+    """Switches prefetching off for a while where less than half of what came was needed.
+
+    On a link that demand keeps busy a prefetch that is not needed takes as long as one that is spares.
+    """
+
+    def __init__(self) -> None:
+        self._useful = self._wasted = 0
+        self._pause = 0
+
+    def saw(self, useful: int = 0, wasted: int = 0) -> None:
+        """What became of prefetches."""
+        self._useful += useful
+        self._wasted += wasted
+        if self._useful + self._wasted >= _JUDGED:
+            self._pause = _PAUSE if self._wasted > self._useful else 0
+            self._useful = self._wasted = 0
+
+    def allows(self) -> bool:
+        """Whether to prefetch now."""
+        self._pause = max(self._pause - 1, 0)
+        return self._pause == 0
+
+
+_JUDGED = 64
+"""Prefetches that are judged together."""
+
+_PAUSE = 256
+"""Layers without a prefetch after that."""

@@ -1,0 +1,307 @@
+"""Slots on the device: what is evicted and what is spared, waves, prefetches, and their governor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from novalm_jax.experts import streamer as streamer_module
+from novalm_jax.experts.fetcher import Fetch
+from novalm_jax.experts.policy import LRU
+from novalm_jax.experts.records import Record
+from novalm_jax.experts.slots import NOWHERE, SlotTable
+from novalm_jax.experts.streamer import Governor, Streamer
+
+
+class Fetched:
+    """A fetcher whose records arrive when a test says so; urgent ones when they are waited for, one at a time."""
+
+    record_bytes = 10
+    host_bytes = bytes_read = 0
+    failed = False
+
+    def __init__(self) -> None:
+        self.wanted: dict[Record, Fetch] = {}
+        self.uploads = 0
+        self.asked: list[tuple[Record, bool]] = []
+        self.dropped_records: list[Record] = []
+
+    def fetch(self, record: Record, step: int, urgent: bool) -> Fetch:
+        self.asked.append((record, urgent))
+        fetch = self.wanted.setdefault(record, Fetch(record, step, urgent))
+        fetch.urgent |= urgent
+        return fetch
+
+    def arrive(self, *records: Record) -> None:
+        for record in records:
+            self.wanted[record].arrays = record  # type: ignore[assignment]
+
+    def arrived(self, fetches: Any, wait: bool) -> list[Fetch]:
+        if wait and fetches and not any(fetch.arrays for fetch in fetches):
+            self.arrive(next(iter(fetches)).record)
+        return [fetch for fetch in fetches if fetch.arrays is not None]
+
+    def inserted(self, fetch: Fetch, done: Any) -> None:
+        self.uploads += 1
+        fetch.arrays = None
+        del self.wanted[fetch.record]
+
+    def dropped(self, fetch: Fetch) -> None:
+        self.dropped_records.append(fetch.record)
+        del self.wanted[fetch.record]
+
+    def forget(self, fetches: Any) -> list[Fetch]:
+        fetches = list(fetches)
+        for fetch in fetches:
+            if fetch.arrays is None:
+                del self.wanted[fetch.record]
+        return [fetch for fetch in fetches if fetch.arrays is not None]
+
+    def calm_down(self) -> list[Fetch]:
+        return list(self.wanted.values())
+
+    def close(self) -> None:
+        pass
+
+    def on_host(self) -> np.ndarray:
+        return np.array(False)
+
+
+class Slots:
+    """A pool that remembers what lies where."""
+
+    def __init__(self) -> None:
+        self.content: dict[int, Record] = {}
+
+    def insert(self, record: Any, slot: int) -> Any:
+        self.content[slot] = record
+        return jax.numpy.zeros(())
+
+    @property
+    def lost(self) -> bool:
+        return not self.content
+
+    def renew(self) -> None:
+        pass
+
+
+class Run:
+    """A streamer with its surroundings, of 4 layers with 8 experts."""
+
+    def __init__(self, slots: int):
+        self.pool: Any = Slots()
+        self.fetcher: Any = Fetched()
+        self.streamer = Streamer(self.pool, SlotTable(4, 8, slots), LRU(4, 8), self.fetcher, 32)
+
+    def layer(self, layer: int, experts: list[int], kept: list[int] | None = None) -> list[list[int]]:
+        """The experts of each wave; every one lies in its slot while its wave is given."""
+        waves = []
+        for slots in self.streamer.waves(layer, experts, kept):
+            here = [expert for expert in range(8) if slots[expert] != NOWHERE]
+            assert [self.pool.content[slots[expert]] for expert in here] == [Record(layer, e) for e in here]
+            waves.append(here)
+        assert sorted(expert for wave in waves for expert in wave) == sorted(experts)
+        return waves
+
+    def resident(self) -> set[Record]:
+        return {
+            record for slot in range(99) if (record := self.pool.content.get(slot)) and self._is_there(record, slot)
+        }
+
+    def _is_there(self, record: Record, slot: int) -> bool:
+        return bool(self.streamer._table.find(record) == slot)
+
+
+def test_what_is_there_comes_first_and_is_not_fetched() -> None:
+    run = Run(slots=4)
+    assert run.layer(0, [3, 1]) == [[3], [1]]
+    assert run.layer(0, [2, 1, 3]) == [[1, 3], [2]]
+    assert [record.expert for record, _ in run.fetcher.asked] == [3, 1, 2]
+    assert (run.streamer.hits, run.streamer.misses, run.streamer.evictions) == (2, 3, 0)
+
+
+def test_more_experts_than_slots_come_in_waves() -> None:
+    run = Run(slots=2)
+    assert run.layer(0, [5, 4, 3, 2, 1]) == [[5], [4], [3], [2], [1]]
+    assert run.streamer.evictions == 3
+    run.streamer.next_step()
+    waves = run.streamer.waves(1, [7, 6, 0, 1])
+    run.fetcher.arrive(*(Record(1, expert) for expert in (7, 6, 0)))
+    assert [int((slots != NOWHERE).sum()) for slots in waves] == [2, 1, 1]
+
+
+def test_what_a_wave_uses_is_not_evicted_in_it() -> None:
+    run = Run(slots=3)
+    run.layer(0, [0, 1, 2])
+    run.streamer.next_step()
+    waves = run.streamer.waves(1, [4, 5, 6])
+    run.fetcher.arrive(Record(1, 4), Record(1, 5), Record(1, 6))
+    (slots,) = waves
+    assert sorted(slots[[4, 5, 6]]) == [0, 1, 2]
+
+
+def test_experts_that_are_not_kept_pass_through_few_slots() -> None:
+    """A prompt needs all experts of a layer, once; what decoding used stays."""
+    run = Run(slots=6)
+    run.layer(0, [0, 1, 2, 3, 4, 5])
+    run.streamer.next_step()
+    run.layer(1, list(range(8)), kept=[6])
+    assert run.streamer.evictions == 8
+    assert run.resident() >= {Record(0, 2), Record(0, 3), Record(0, 4), Record(0, 5), Record(1, 6)}
+
+
+# --- prefetch --------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefetch_that_arrives_is_a_hit_later() -> None:
+    run = Run(slots=4)
+    run.streamer.prefetch(1, [5, 6])
+    assert run.fetcher.asked == [(Record(1, 5), False), (Record(1, 6), False)]
+    run.fetcher.arrive(Record(1, 5))
+    assert run.layer(1, [5, 6]) == [[5], [6]]
+    assert (run.streamer.hits, run.streamer.misses, run.streamer.prefetch_hits) == (1, 1, 1)
+    assert run.layer(1, [5]) == [[5]]
+    assert run.streamer.prefetch_hits == 1
+
+
+def test_what_is_on_the_device_is_not_prefetched() -> None:
+    run = Run(slots=4)
+    run.layer(2, [5])
+    run.streamer.prefetch(2, [5, 6])
+    assert run.fetcher.asked[1:] == [(Record(2, 6), False)]
+
+
+def test_prefetches_never_take_what_the_layer_needs_nor_each_other() -> None:
+    run = Run(slots=3)
+    run.layer(1, [0, 1, 2])
+    run.streamer.next_step()
+    run.streamer.prefetch(1, [4, 5, 6])
+    run.fetcher.arrive(Record(1, 4), Record(1, 5), Record(1, 6))
+    assert run.layer(1, [0, 1])[0] == [0, 1]
+    assert run.resident() == {Record(1, 0), Record(1, 1), Record(1, 4)}
+    assert run.fetcher.dropped_records == [Record(1, 5), Record(1, 6)]
+    assert (run.streamer.prefetch_hits, run.streamer.prefetch_wasted) == (0, 3)
+
+
+def test_demand_evicts_prefetched_ones_last() -> None:
+    run = Run(slots=3)
+    run.layer(0, [0, 1])
+    run.streamer.next_step()
+    run.streamer.prefetch(0, [4])
+    run.fetcher.arrive(Record(0, 4))
+    run.layer(0, [0, 2, 4])
+    assert run.resident() == {Record(0, 0), Record(0, 2), Record(0, 4)}
+    assert (run.streamer.prefetch_hits, run.streamer.hits) == (1, 2)
+
+
+def test_a_prefetch_that_was_wrong_is_spared_no_longer_than_for_its_layer() -> None:
+    run = Run(slots=2)
+    run.layer(0, [0])
+    run.streamer.prefetch(1, [4])
+    run.fetcher.arrive(Record(1, 4))
+    run.streamer.next_step()
+    # Nobody ever used it: it is the first to go.
+    run.layer(1, [5])
+    assert run.resident() == {Record(0, 0), Record(1, 5)}
+    assert run.streamer.prefetch_wasted == 1
+
+
+def test_a_prefetch_that_comes_too_late_takes_an_empty_slot_or_none() -> None:
+    run = Run(slots=3)
+    run.streamer.prefetch(1, [4, 5])
+    run.layer(0, [0, 1])
+    run.fetcher.arrive(Record(1, 4), Record(1, 5))
+    run.layer(2, [])
+    assert run.resident() == {Record(0, 0), Record(0, 1), Record(1, 4)}
+    assert run.fetcher.dropped_records == [Record(1, 5)] and run.streamer.prefetch_wasted == 2
+
+
+def test_the_same_record_may_be_wanted_ahead_again_and_again() -> None:
+    run = Run(slots=4)
+    for _ in range(3):
+        run.streamer.prefetch(1, [4])
+    run.fetcher.arrive(Record(1, 4))
+    for _ in range(3):
+        run.streamer.prefetch(1, [4])
+    assert run.layer(1, [4]) == [[4]]
+    assert (run.streamer.prefetch_hits, run.streamer.prefetch_wasted) == (1, 0)
+
+
+def test_prefetches_of_another_layer_are_forgotten() -> None:
+    run = Run(slots=4)
+    run.streamer.prefetch(1, [4, 5])
+    run.fetcher.arrive(Record(1, 5))
+    run.streamer.prefetch(2, [6])
+    assert set(run.fetcher.wanted) == {Record(1, 5), Record(2, 6)}
+
+
+# --- interrupts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_an_interrupt_at_any_moment_of_an_insert_leaves_a_true_table(
+    moment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the eviction, before the insert, after it, and before the fetcher hears of it."""
+    run = Run(slots=2)
+    run.layer(0, [0, 1])
+    owner, name = [
+        *((run.streamer, "_evict"), (run.pool, "insert"), (run.streamer._table, "put"), (run.fetcher, "inserted"))
+    ][moment]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.layer(1, [5])
+    run.streamer.recover()
+    run.streamer.next_step()
+    run.layer(1, [5, 6])
+    run.layer(0, [0, 1])
+
+
+def test_slots_that_were_lost_are_empty() -> None:
+    run = Run(slots=2)
+    run.layer(0, [0, 1])
+    run.pool.content.clear()
+    run.streamer.recover()
+    assert run.streamer.figures()["experts_on_device"] == 0
+    assert run.layer(0, [0, 1]) == [[0], [1]]
+
+
+# --- the governor ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick_judgement(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(streamer_module, "_JUDGED", 4)
+    monkeypatch.setattr(streamer_module, "_PAUSE", 3)
+    yield
+
+
+def test_the_governor_pauses_where_most_is_wasted(quick_judgement: None) -> None:
+    governor = Governor()
+    governor.saw(useful=2)
+    governor.saw(wasted=2)
+    assert governor.allows()
+    governor.saw(useful=1, wasted=3)
+    assert [governor.allows() for _ in range(4)] == [False, False, True, True]
+
+
+def test_a_paused_streamer_asks_for_nothing_ahead(quick_judgement: None) -> None:
+    run = Run(slots=4)
+    for _ in range(2):
+        run.streamer.prefetch(1, [4, 5])
+        run.fetcher.arrive(Record(1, 4), Record(1, 5))
+        run.layer(1, [0, 1])
+        run.layer(0, [0, 1, 2, 3])
+    assert run.streamer.prefetch_wasted == 4
+    asked = len(run.fetcher.asked)
+    run.streamer.prefetch(1, [6])
+    assert len(run.fetcher.asked) == asked
