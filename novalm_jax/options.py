@@ -144,6 +144,9 @@ class EngineOptions:
     """Tokens of prompt and output together; auto: the model's own, cut to what the memory holds."""
     max_batch: int = 8
     """Requests that are decoded together."""
+    dense_weights: Literal["auto", "device", "stream"] = "auto"
+    """Where weights are that every token needs. device: there, or the model is refused. stream: layer by layer from
+    the host, with as many layers on the device as have room. auto: on the device if they fit, else streamed."""
     policy: Literal["decayed", "lru"] = "decayed"
     """Which expert leaves when a slot is needed: the one that was used least, or longest ago."""
     prefetch: Literal["lookahead", "off"] = "lookahead"
@@ -156,6 +159,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
+        _one_of(self, "dense_weights")
         _one_of(self, "policy")
         _one_of(self, "prefetch")
         if self.link_rate is not None and self.link_rate < 1:

@@ -64,6 +64,11 @@ class Assignment:
     shape: Shape
     pieces: tuple[Piece, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return sum(piece.nbytes for piece in self.pieces)
+
     def row(self, number: int) -> Assignment:
         """What makes one row of the parameter: one contiguous range."""
         piece = self.pieces[0]
@@ -74,6 +79,13 @@ class Assignment:
             # Pieces are in the order of rows.
             piece = replace(self.pieces[number], row=None)
         return Assignment(self.path, self.shape[1:], (piece,))
+
+    def rows(self, first: int, end: int) -> Assignment:
+        """What makes some rows of a parameter that is stored in one piece."""
+        (piece,) = self.pieces
+        shape = (end - first, *self.shape[1:])
+        start = piece.start + first * (piece.nbytes // self.shape[0])
+        return Assignment(self.path, shape, (replace(piece, start=start, shape=shape),))
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ class WeightMap:
     @property
     def nbytes(self) -> int:
         """Bytes to read."""
-        return sum(piece.nbytes for assignment in self.assignments for piece in assignment.pieces)
+        return sum(assignment.nbytes for assignment in self.assignments)
 
 
 @dataclass(frozen=True)

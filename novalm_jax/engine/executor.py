@@ -78,8 +78,7 @@ class Executor(ABC):
                 yield None
             elif through[0].last:
                 chunk, x = through
-                head = self._programs.head(chunk.bucket)
-                yield chunk.prompt, self._run(head, self._outer, x, np.int32(chunk.length - 1))
+                yield chunk.prompt, self._head(chunk, x)
                 del x
             del through
 
@@ -91,10 +90,7 @@ class Executor(ABC):
         for through in self._through_layers(self._chunks(Prompt(row, tokens), known)):
             if through is not None:
                 chunk, x = through
-                head = self._programs.head_of_block(chunk.bucket)
-                for at in range(0, chunk.length, HEAD_BLOCK):
-                    block = out[begin + at : begin + min(at + HEAD_BLOCK, chunk.length)]
-                    block[:] = np.asarray(self._run(head, self._outer, x, np.int32(at)))[: len(block)]
+                self._head_of_all(chunk, x, out[begin : begin + chunk.length])
                 begin += chunk.length
                 del x
             del through
@@ -135,6 +131,21 @@ class Executor(ABC):
     @abstractmethod
     def _decode_step(self, bucket: int, step: DecodeStep) -> Decoded:
         """Runs a step of `bucket` rows."""
+
+    def _embed(self, chunk: Chunk) -> jax.Array:
+        """The tokens of a chunk: `[1, t, d]`."""
+        return self._run(self._programs.embed(chunk.bucket), self._outer, chunk.tokens)
+
+    def _head(self, chunk: Chunk, x: jax.Array) -> Decoded:
+        """What follows the last token of a chunk, as the first of some equal rows."""
+        return self._run(self._programs.head(chunk.bucket), self._outer, x, np.int32(chunk.length - 1))
+
+    def _head_of_all(self, chunk: Chunk, x: jax.Array, out: np.ndarray) -> None:
+        """Fills `out [t, v]` with the logits of all tokens of a chunk."""
+        head = self._programs.head_of_block(chunk.bucket)
+        for at in range(0, chunk.length, HEAD_BLOCK):
+            block = out[at : at + HEAD_BLOCK]
+            block[:] = np.asarray(self._run(head, self._outer, x, np.int32(at)))[: len(block)]
 
     def _chunks(self, prompt: Prompt, known: int, number: int = 0) -> Iterator[Chunk]:
         """A prompt in chunks of the largest size, the last one of the smallest that holds it."""
@@ -188,7 +199,7 @@ class ResidentExecutor(Executor):
 
     def _through_layers(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, jax.Array] | None]:
         for chunk in chunks:
-            x = self._run(self._programs.embed(chunk.bucket), self._outer, chunk.tokens)
+            x = self._embed(chunk)
             for i, (config, weights) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
                 with self._caches_in_use():
                     attend = self._programs.attend(config, chunk.bucket)

@@ -20,8 +20,9 @@ from novalm_jax.kernels import experts as expert_kernel
 from novalm_jax.kernels.experts import Wave, Weights
 from novalm_jax.kv.static import CacheView, LayerCache
 from novalm_jax.models.attention import Positions
-from novalm_jax.models.decoder import Decoder, DecoderLayer, Routed, without_experts
+from novalm_jax.models.decoder import Decoder, DecoderLayer, Routed, embedded, read_out, without_experts
 from novalm_jax.models.moe import MoE, input_scales
+from novalm_jax.models.params import parameters_of
 from novalm_jax.models.router import Routing
 
 DECODE_ROWS = (4, 8, 16, 32)
@@ -65,11 +66,16 @@ class Structure:
     def __init__(self, model: Decoder):
         self.config: ModelConfig = model.config
         self._outer_def, self._outer_tree = _split(_outer(model))
+        self._ends_def, self._ends_tree = _split(_ends(model))
         self._layer_defs = {layer.config: _split(without_experts(layer)) for layer in reversed(list(model.layers))}
 
     def outer(self, leaves: Leaves) -> Decoder:
         """The model without its layers."""
         return nnx.merge(self._outer_def, jax.tree.unflatten(self._outer_tree, leaves))
+
+    def ends(self, leaves: Leaves) -> Decoder:
+        """The model without its layers, its embedding, and the matrix of its head."""
+        return nnx.merge(self._ends_def, jax.tree.unflatten(self._ends_tree, leaves))
 
     def layer(self, config: LayerConfig, leaves: Leaves) -> DecoderLayer:
         """A layer without its routed experts."""
@@ -87,11 +93,22 @@ class Structure:
             layers.append(LayerWeights(_leaves(without_experts(layer)), experts))
         return ModelWeights(_leaves(_outer(model)), tuple(layers))
 
+    @staticmethod
+    def paths_of_ends(model: Decoder) -> tuple[str, ...]:
+        """The parameters that `ends` takes, in its order."""
+        return tuple(parameters_of(_ends(model)))
+
 
 def _outer(model: Decoder) -> Decoder:
     outer = nnx.clone(model)
     del outer.layers
     return outer
+
+
+def _ends(model: Decoder) -> Decoder:
+    ends = _outer(model)
+    del ends.embed, ends.head
+    return ends
 
 
 def _split(module: nnx.Module) -> tuple[Any, Any]:
@@ -156,12 +173,40 @@ class Functions:
 
     def head(self, outer: Leaves, x: jax.Array, index: jax.Array) -> Decoded:
         """Logits of token `index` of `x [1, t, d]`, on as many equal rows as the smallest decode step has."""
-        last = lax.dynamic_index_in_dim(x[0], index, keepdims=True)
-        return _decoded(self._structure.outer(outer).logits(jnp.concatenate([last] * DECODE_ROWS[0])))
+        return _decoded(self._structure.outer(outer).logits(_one_token(x, index)))
 
     def head_of_block(self, outer: Leaves, x: jax.Array, start: jax.Array) -> jax.Array:
         """Logits of the `HEAD_BLOCK` tokens from `start` on of `x [1, t, d]`: float32 `[HEAD_BLOCK, v]`."""
-        return self._structure.outer(outer).logits(lax.dynamic_slice_in_dim(x[0], start, HEAD_BLOCK))
+        return self._structure.outer(outer).logits(_tokens(x, start))
+
+    def embed_rows(self, rows: jax.Array) -> jax.Array:
+        """Rows of the embedding `[b, t, d]` -> float32 `[b, t, d]`, as `embed` and `embed_step` give them."""
+        return embedded(rows, self._structure.config.embedding_multiplier)
+
+    def normed(self, ends: Leaves, x: jax.Array, index: jax.Array) -> jax.Array:
+        """What `head` multiplies by the matrix of the head: `[rows, d]`."""
+        return self._structure.ends(ends).norm(_one_token(x, index))
+
+    def normed_tokens(self, ends: Leaves, x: jax.Array, start: jax.Array) -> jax.Array:
+        """What `head_of_block` does: `[HEAD_BLOCK, d]`."""
+        return self._structure.ends(ends).norm(_tokens(x, start))
+
+    def normed_step(self, ends: Leaves, x: jax.Array) -> jax.Array:
+        """What `head_of_step` does: `[b, d]`."""
+        return self._structure.ends(ends).norm(x[:, 0])
+
+    def some_logits(self, ends: Leaves, weight: jax.Array, h: jax.Array, first: jax.Array) -> jax.Array:
+        """Logits of normed `h [n, d]` for the entries of the vocabulary from `first` on: `weight [v, d]` are their rows
+        of the head; float32 `[n, v]`."""
+        bias = self._structure.ends(ends).head_bias
+        some = None if bias is None else lax.dynamic_slice_in_dim(bias[...], first, len(weight))
+        return read_out(h, weight, some, self._structure.config.logits_divisor)
+
+    def joined(self, *blocks: jax.Array) -> Decoded:
+        """Logits of the whole vocabulary, from those of blocks of it; the last two may overlap."""
+        *most, last = blocks
+        left = self._structure.config.vocab_size - sum(block.shape[-1] for block in most)
+        return _decoded(jnp.concatenate([*most, last[:, last.shape[-1] - left :]], axis=-1))
 
     def attend(
         self, config: LayerConfig, dense: Leaves, cache: LayerCache, x: jax.Array, chunk: PrefillChunk
@@ -242,6 +287,15 @@ class Functions:
         nobody = jnp.int32(config.feed_forward.num_experts)
         ids = jnp.where(real[:, None], routed.routing.ids, nobody)
         return routed._replace(routing=Routing(ids, routed.routing.weights)), view.cache
+
+
+def _one_token(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Token `index` of `x [1, t, d]`, on as many equal rows as the smallest decode step has."""
+    return jnp.concatenate([lax.dynamic_index_in_dim(x[0], index, keepdims=True)] * DECODE_ROWS[0])
+
+
+def _tokens(x: jax.Array, start: jax.Array) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x[0], start, HEAD_BLOCK)
 
 
 def _decoded(logits: jax.Array) -> Decoded:

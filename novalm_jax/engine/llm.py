@@ -223,7 +223,7 @@ class LLM:
             device_table=dict(placement.plan.parts),
             ignored_tensors=self._checkpoint.weights.ignored,
             sampling_defaults=self._defaults.sampling(),
-            policy=self.options.policy if placement.slots is not None else "resident",
+            policy=self.options.policy if placement.slots else "in turn" if placement.dense else "resident",
             **self._executor.figures(),
         )
 

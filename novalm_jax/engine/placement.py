@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,11 @@ from novalm_jax.checkpoint.load import Checkpoint, abstract_model
 from novalm_jax.compat import available_ram, device_bytes
 from novalm_jax.config import ModelConfig
 from novalm_jax.engine.functions import DECODE_ROWS, KV_BLOCK, PREFILL_ROWS
-from novalm_jax.engine.programs import Programs, Shapes, StreamedPrograms, capacity_for, prefill_rows
+from novalm_jax.engine.programs import Programs, Shapes, capacity_for, prefill_rows
 from novalm_jax.engine.sampler import Sampler
+from novalm_jax.engine.streamed_programs import DenseStreamedPrograms, StreamedPrograms
 from novalm_jax.errors import OptionError
+from novalm_jax.experts.dense import DensePlan, plan_dense
 from novalm_jax.experts.fetcher import READERS
 from novalm_jax.experts.memory_plan import MemoryPlan
 from novalm_jax.experts.records import count_records, moe_layers
@@ -59,7 +62,8 @@ class Placement:
       context_length: tokens of a request.
       programs: those it was sized with; `StreamedPrograms` where experts are streamed.
       host_slots: expert records that pinned host memory holds.
-      pass_chunks: prefill chunks that share a pass over streamed experts.
+      pass_chunks: prefill chunks that share a pass over streamed weights.
+      dense: where dense weights are that do not all stay on the device; None where they do.
     """
 
     budgets: Budgets
@@ -68,11 +72,12 @@ class Placement:
     programs: Programs
     host_slots: int = 0
     pass_chunks: int = 1
+    dense: DensePlan | None = None
 
     @property
-    def slots(self) -> int | None:
-        """Experts that there is room for on the device, where they come and go; None where all of them stay."""
-        return self.programs.slots if isinstance(self.programs, StreamedPrograms) else None
+    def slots(self) -> int:
+        """Experts that there is room for on the device, where they come and go; 0 where all of them stay."""
+        return self.programs.slots if isinstance(self.programs, StreamedPrograms) else 0
 
 
 def read_budgets(options: EngineOptions) -> Budgets:
@@ -109,7 +114,12 @@ def place(checkpoint: Checkpoint, options: EngineOptions) -> Placement:
     requests = "one request" if options.max_batch == 1 else f"{options.max_batch} requests"
     what = f"{name} in {options.dtype}, with {shortest}{context} tokens, for {requests} at a time"
     placement.plan.require(budgets.device, what, _advice(options, context))
-    if placement.slots is not None:
+    if placement.dense is not None:
+        counts = len(placement.dense.on_device), len(placement.dense.parts)
+        _log.warning(
+            "%s: %d of %d parts of the dense weights stay on the device; the others come each step", name, *counts
+        )
+    if placement.slots:
         counts = placement.slots, count_records(config)
         _log.warning("%s: %d of %d experts have room in device_memory; the others come as needed", name, *counts)
     if context < wanted:
@@ -118,8 +128,19 @@ def place(checkpoint: Checkpoint, options: EngineOptions) -> Placement:
 
 
 def _best(sizes: _Sizes, budgets: Budgets, options: EngineOptions, wanted: int) -> Placement:
-    """Resident, if that fits with a context of some length; else streamed, if that is better or at all possible. What
-    fits neither way is given as it takes least."""
+    """With dense weights on the device, if that fits and is allowed; else they are streamed, too. What fits in no way
+    is given as it takes least."""
+    if options.dense_weights == "stream":
+        return _place_streamed(sizes, budgets, options, wanted, sizes.dense)
+    placement = _with_dense(sizes, budgets, options, wanted)
+    if placement.plan.fits(budgets.device) or options.dense_weights == "device":
+        return placement
+    streamed = _place_streamed(sizes, budgets, options, wanted, sizes.dense)
+    return min(placement, streamed, key=lambda placement: placement.plan.device_bytes)
+
+
+def _with_dense(sizes: _Sizes, budgets: Budgets, options: EngineOptions, wanted: int) -> Placement:
+    """Resident, if that fits with a context of some length; else streamed, if that is better or at all possible."""
     streamed = None
     if sizes.records and sizes.least_held() > budgets.device:
         # The whole model is far too large: no need to compile it.
@@ -139,43 +160,67 @@ def _best(sizes: _Sizes, budgets: Budgets, options: EngineOptions, wanted: int) 
     return streamed if streamed.plan.fits(budgets.device) and streamed.context_length > context else resident
 
 
-def _place_streamed(sizes: _Sizes, budgets: Budgets, options: EngineOptions, wanted: int) -> Placement:
+def _place_streamed(
+    sizes: _Sizes, budgets: Budgets, options: EngineOptions, wanted: int, dense: DensePlan | None = None
+) -> Placement:
     """As many slots as there is room for, beside a cache that takes a quarter of the memory at most, if that is for us
-    to say."""
-    context, device, few = wanted, budgets.device, sizes.fewest_slots
-    if options.context_length == "auto":
-        while context > KV_BLOCK and not sizes.leaves_room(context, device):
-            context = max(context // 2, KV_BLOCK)
-    programs, plan = sizes.streamed(context, few, 1)
-    while options.context_length == "auto" and context > KV_BLOCK and not plan.fits(device):
-        context = max(context // 2, KV_BLOCK)
-        programs, plan = sizes.streamed(context, few, 1)
-    if options.context_length == "auto" and not plan.fits(device):
-        # One block can take more than two: XLA copies a cache that is sliced whole.
-        other = min(wanted, 2 * KV_BLOCK)
-        context, programs, plan = min(
-            (context, programs, plan), (other, *sizes.streamed(other, few, 1)), key=lambda found: found[2].device_bytes
-        )
+    to say. With a plan for dense weights, as many of its parts on the device as there is room for come first, as every
+    token needs them."""
+    device, few = budgets.device, sizes.fewest_slots
+    context, programs, plan = _streamed_context(sizes, device, options, wanted, dense)
     spare = max(0, device - plan.device_bytes)
     chunks = programs.shapes.rows * -(-programs.shapes.capacity // prefill_rows(programs.shapes.capacity)[-1])
     pass_chunks = 1 + min(chunks - 1, int(PASS_SHARE * spare) // programs.chunk_bytes)
-    slots = min(sizes.records, few + (spare - (pass_chunks - 1) * programs.chunk_bytes) // programs.record_bytes)
-    programs, plan = sizes.streamed(context, slots, pass_chunks)
+    spare -= (pass_chunks - 1) * programs.chunk_bytes
+    if dense is not None:
+        dense = dense.keep(spare).hold(budgets.host)
+        spare -= dense.kept_bytes
+    slots = min(sizes.records, few + spare // programs.record_bytes) if few else 0
+    programs, plan = sizes.streamed(context, slots, pass_chunks, dense)
     while not plan.fits(device) and (slots, pass_chunks) != (few, 1):
         # Programs may take more workspace for more slots than for few.
         if slots > few:
             slots = max(few, slots - 1 - (plan.device_bytes - device) // programs.record_bytes)
         else:
             pass_chunks = 1
-        programs, plan = sizes.streamed(context, slots, pass_chunks)
-    host = min(sizes.records, budgets.host // programs.record_bytes)
-    if 0 < budgets.host and host < FEWEST_HOST_SLOTS:
+        programs, plan = sizes.streamed(context, slots, pass_chunks, dense)
+    host = _host_slots(sizes, programs, budgets.host - (dense.host_bytes if dense else 0))
+    return Placement(budgets, plan, context, programs, host, pass_chunks, dense)
+
+
+def _streamed_context(
+    sizes: _Sizes, device: int, options: EngineOptions, wanted: int, dense: DensePlan | None
+) -> tuple[int, StreamedPrograms, MemoryPlan]:
+    """A context with which the fewest slots fit, if there is one, and what they take."""
+    context, few = wanted, sizes.fewest_slots
+    if options.context_length != "auto":
+        return context, *sizes.streamed(context, few, 1, dense)
+    while context > KV_BLOCK and not sizes.leaves_room(context, device, dense):
+        context = max(context // 2, KV_BLOCK)
+    programs, plan = sizes.streamed(context, few, 1, dense)
+    while context > KV_BLOCK and not plan.fits(device):
+        context = max(context // 2, KV_BLOCK)
+        programs, plan = sizes.streamed(context, few, 1, dense)
+    if plan.fits(device):
+        return context, programs, plan
+    # One block can take more than two: XLA copies a cache that is sliced whole.
+    other = min(wanted, 2 * KV_BLOCK)
+    found = (context, programs, plan), (other, *sizes.streamed(other, few, 1, dense))
+    return min(found, key=lambda found: found[2].device_bytes)
+
+
+def _host_slots(sizes: _Sizes, programs: StreamedPrograms, room: int) -> int:
+    """Expert records that host memory holds."""
+    if not sizes.records:
+        return 0
+    host = min(sizes.records, room // programs.record_bytes)
+    if 0 < room and host < FEWEST_HOST_SLOTS:
         _log.warning(
             "host_memory: %s holds fewer than %d experts, so that there is no host tier",
-            *(format_size(budgets.host), FEWEST_HOST_SLOTS),
+            *(format_size(room), FEWEST_HOST_SLOTS),
         )
         host = 0
-    return Placement(budgets, plan, context, programs, host, pass_chunks)
+    return host
 
 
 class _Sizes:
@@ -195,6 +240,11 @@ class _Sizes:
         self.fewest_slots = _fewest_slots(checkpoint.config)
         self._sampler_bytes = Sampler(options.max_batch, checkpoint.config.vocab_size).nbytes
 
+    @cached_property
+    def dense(self) -> DensePlan:
+        """The parts of its dense weights, nothing of them kept anywhere."""
+        return plan_dense(self._model)
+
     def of(self, context: int) -> tuple[Programs, MemoryPlan]:
         """The programs for `context` tokens, the largest of them compiled, and what a step takes at its peak."""
         programs = self._programs(context)
@@ -204,20 +254,28 @@ class _Sizes:
         """What the resident model takes always, whatever its programs take besides."""
         return sum(self._held(self._programs(KV_BLOCK)).values())
 
-    def leaves_room(self, context: int, budget: int) -> bool:
+    def leaves_room(self, context: int, budget: int, dense: DensePlan | None) -> bool:
         """Whether a streamed model with this context may fit, and its cache takes no more than its share."""
         held = self._held(self._programs(context))
-        return held["KV cache"] <= CACHE_SHARE * budget and sum(held.values()) - held["experts"] <= budget
+        elsewhere = held["experts"] + (held["dense weights"] if dense else 0)
+        return held["KV cache"] <= CACHE_SHARE * budget and sum(held.values()) - elsewhere <= budget
 
-    def streamed(self, context: int, slots: int, pass_chunks: int) -> tuple[StreamedPrograms, MemoryPlan]:
-        """As `of`, with so many experts on the device, and so many prefill chunks side by side."""
-        programs = StreamedPrograms(self._model, self._shapes(context), slots)
-        parts = {
-            **self._held(programs),
-            "prefill chunks": (pass_chunks - 1) * programs.chunk_bytes,
-            "workspace": programs.workspace_bytes(),
-        }
-        return programs, MemoryPlan(parts)
+    def streamed(
+        self, context: int, slots: int, pass_chunks: int, dense: DensePlan | None
+    ) -> tuple[StreamedPrograms, MemoryPlan]:
+        """As `of`, with so many experts on the device, and so many prefill chunks side by side; with a plan for dense
+        weights, these where it says."""
+        shapes = self._shapes(context)
+        if dense is None:
+            programs = StreamedPrograms(self._model, shapes, slots)
+            held = self._held(programs)
+        else:
+            programs = DenseStreamedPrograms(self._model, shapes, slots, dense)
+            held = self._held(programs)
+            held["dense weights"] += dense.kept_bytes
+            held["dense weights under way"] = dense.under_way_bytes
+        chunks = (pass_chunks - 1) * programs.chunk_bytes
+        return programs, MemoryPlan({**held, "prefill chunks": chunks, "workspace": programs.workspace_bytes()})
 
     def longest(self, wanted: int, budget: int) -> tuple[int, Programs, MemoryPlan]:
         """As `of`, for the longest context up to `wanted` that stays within `budget`; else for the one that takes the
@@ -276,6 +334,8 @@ def _advice(options: EngineOptions, context: int) -> list[str]:
         advice.append("a smaller max_batch")
     if options.dtype == "float32":
         advice.append("dtype bfloat16")
+    if options.dense_weights == "device":
+        advice.append("dense_weights auto, which streams them")
     return advice
 
 

@@ -28,9 +28,6 @@ from novalm_jax.engine.functions import (
     PrefillChunk,
     Structure,
 )
-from novalm_jax.experts.fetcher import IN_FLIGHT
-from novalm_jax.experts.pools import compile_insert, pool_shapes
-from novalm_jax.experts.records import record_layout
 from novalm_jax.kernels.storage import storage_dtype, tree_bytes
 from novalm_jax.kv.static import LayerCache, cache_shape
 from novalm_jax.models.decoder import Decoder
@@ -68,16 +65,16 @@ class Programs:
 
     def embed(self, tokens: int) -> jax.stages.Compiled:
         """(outer, int32 `[t]`) -> `[1, t, d]`."""
-        return self._get(("embed", tokens), self._functions.embed, (self._weights.outer,), (_ints(tokens),))
+        return self._get(("embed", tokens), self._functions.embed, (self._weights.outer,), (int_shape(tokens),))
 
     def head(self, tokens: int) -> jax.stages.Compiled:
         """(outer, x `[1, t, d]`, int32 index) -> `Decoded` of that token, on equal rows."""
-        live = (self._hidden(tokens), _ints())
+        live = (self._hidden(tokens), int_shape())
         return self._get(("head", tokens), self._functions.head, (self._weights.outer,), live)
 
     def head_of_block(self, tokens: int) -> jax.stages.Compiled:
         """(outer, x `[1, t, d]`, int32 start) -> float32 logits `[HEAD_BLOCK, v]`."""
-        live = (self._hidden(tokens), _ints())
+        live = (self._hidden(tokens), int_shape())
         return self._get(("head_of_block", tokens), self._functions.head_of_block, (self._weights.outer,), live)
 
     def attend(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
@@ -93,21 +90,25 @@ class Programs:
 
     def decode(self, rows: int) -> jax.stages.Compiled:
         """(`ModelWeights`, caches, `DecodeStep`) -> (`Decoded`, caches); the caches are donated."""
-        live = (DecodeStep(*[_ints(rows)] * 4),)
+        live = (DecodeStep(*[int_shape(rows)] * 4),)
         return self._get(("decode", rows), self._functions.decode, (self._weights, self._caches), live, donate=(1,))
 
     def workspace_bytes(self) -> int:
         """Most bytes that a step takes beyond weights and caches. Compiles the largest programs of each kind."""
         tokens = prefill_rows(self.shapes.capacity)[-1]
         self.decode(decode_rows(self.shapes.rows)[-1])
-        self.embed(tokens)
-        self.head(tokens)
-        self.head_of_block(tokens)
+        self._compile_ends(tokens)
         for config in dict.fromkeys(self.config.layers):
             self.attend(config, tokens)
             if isinstance(config.feed_forward, MoEConfig):
                 self.experts(config, tokens)
         return max(self._workspace.values())
+
+    def _compile_ends(self, tokens: int) -> None:
+        """What comes before and after the layers, for a prefill chunk."""
+        self.embed(tokens)
+        self.head(tokens)
+        self.head_of_block(tokens)
 
     @cached_property
     def weight_bytes(self) -> dict[str, int]:
@@ -153,7 +154,7 @@ class Programs:
 
     def _attend_arguments(self, config: LayerConfig, tokens: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         index = self.config.layers.index(config)
-        chunk = PrefillChunk(*[_ints()] * 4)
+        chunk = PrefillChunk(*[int_shape()] * 4)
         return (self._layer_weights(config).dense, self._caches[index]), (self._hidden(tokens), chunk)
 
     def _routed(self, config: LayerConfig, tokens: int) -> Any:
@@ -169,132 +170,6 @@ class Programs:
 
     def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, tokens, self.config.hidden_size), jnp.float32)
-
-
-class StreamedPrograms(Programs):
-    """As `Programs`, for experts in slots of a pool: a step is cut at every router split.
-
-    Attributes:
-      layout: the arrays of a record, as shapes.
-      slots: how many there are.
-    """
-
-    def __init__(self, model: Decoder, shapes: Shapes, slots: int):
-        super().__init__(model, shapes)
-        self.layout = record_layout(model)
-        self.slots = slots
-        self._pool = pool_shapes(self.layout, slots)
-
-    def embed_step(self, rows: int) -> jax.stages.Compiled:
-        """(outer, int32 `[b]`) -> x `[b, 1, d]`."""
-        return self._get(("embed step", rows), self._functions.embed_step, (self._weights.outer,), (_ints(rows),))
-
-    def attend_step(self, config: LayerConfig, rows: int) -> jax.stages.Compiled:
-        """(dense, cache, x, `DecodeStep`) -> (`Routed` or x, cache); the cache is donated."""
-        held, live = self._attend_step_arguments(config, rows)
-        function = partial(self._functions.attend_step, config)
-        return self._get(("attend step", config, rows), function, held, live, donate=(1,))
-
-    def lookahead(self, config: LayerConfig, rows: int) -> jax.stages.Compiled:
-        """(dense, x `[b, 1, d]`) -> the `Routing` that this layer would choose for it."""
-        held, live = (self._layer_weights(config).dense,), (self._step_hidden(rows),)
-        return self._get(("lookahead", config, rows), partial(self._functions.lookahead, config), held, live)
-
-    def first_wave(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
-        """(pool, `Routed`, slots) -> products; `tokens` are those of a prefill chunk, or the rows of a decode step."""
-        live = (self._routed(config, tokens), self._wave_slots(config))
-        function = partial(self._functions.first_wave, config)
-        return self._get(("first wave", config, tokens), function, (self._pool,), live)
-
-    def wave(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
-        """(pool, products, `Routed`, slots) -> products; the ones before are donated."""
-        live = (self._products(config, tokens), self._routed(config, tokens), self._wave_slots(config))
-        function = partial(self._functions.wave, config)
-        return self._get(("wave", config, tokens), function, (self._pool,), live, donate=(1,))
-
-    def combine(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
-        """(dense, `Routed`, products) -> x."""
-        live = (self._routed(config, tokens), self._products(config, tokens))
-        function = partial(self._functions.combine, config)
-        return self._get(("combine", config, tokens), function, (self._layer_weights(config).dense,), live)
-
-    def head_of_step(self, rows: int) -> jax.stages.Compiled:
-        """(outer, x `[b, 1, d]`) -> `Decoded`."""
-        live = (self._step_hidden(rows),)
-        return self._get(("head of step", rows), self._functions.head_of_step, (self._weights.outer,), live)
-
-    @cached_property
-    def insert(self) -> jax.stages.Compiled:
-        """(pool, record, slot) -> (pool, a scalar that is there once the record is); the pool is donated."""
-        return compile_insert(self.layout, self.slots)
-
-    def workspace_bytes(self) -> int:
-        """As in `Programs`."""
-        rows, tokens = decode_rows(self.shapes.rows)[-1], prefill_rows(self.shapes.capacity)[-1]
-        self.embed(tokens)
-        self.head(tokens)
-        self.head_of_block(tokens)
-        self.embed_step(rows)
-        self.head_of_step(rows)
-        for config in dict.fromkeys(self.config.layers):
-            self.attend(config, tokens)
-            self.attend_step(config, rows)
-            if isinstance(config.feed_forward, MoEConfig):
-                self.lookahead(config, rows)
-                for count in (tokens, rows):
-                    self.first_wave(config, count)
-                    self.wave(config, count)
-                    self.combine(config, count)
-        temporary, outputs = program_bytes(self.insert)
-        return max(*self._workspace.values(), temporary + outputs)
-
-    @property
-    def chunk_bytes(self) -> int:
-        """What a prefill chunk takes while the experts of a layer pass by, and after it."""
-        tokens = prefill_rows(self.shapes.capacity)[-1]
-        configs = [config for config in self.config.layers if isinstance(config.feed_forward, MoEConfig)]
-        passing = (tree_bytes((self._routed(config, tokens), self._products(config, tokens))) for config in configs)
-        return max(passing) + self.paused_bytes
-
-    @property
-    def record_bytes(self) -> int:
-        """Bytes of a slot."""
-        return tree_bytes(self.layout)
-
-    @cached_property
-    def weight_bytes(self) -> dict[str, int]:
-        """Bytes of the dense weights, of all slots, and of copies that are on their way into one."""
-        dense = super().weight_bytes["dense weights"]
-        return {
-            "dense weights": dense,
-            "expert slots": self.slots * self.record_bytes,
-            "experts under way": IN_FLIGHT * self.record_bytes,
-        }
-
-    def _attend_step_arguments(self, config: LayerConfig, rows: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        held, _ = self._attend_arguments(config, rows)
-        return held, (self._step_hidden(rows), DecodeStep(*[_ints(rows)] * 4))
-
-    def _routed(self, config: LayerConfig, tokens: int) -> Any:
-        if tokens >= PREFILL_ROWS[0]:
-            return super()._routed(config, tokens)
-        if (config, tokens) not in self._routed_shapes:
-            held, live = self._attend_step_arguments(config, tokens)
-            routed, _ = jax.eval_shape(partial(self._functions.attend_step, config), *held, *live)
-            self._routed_shapes[config, tokens] = routed
-        return self._routed_shapes[config, tokens]
-
-    def _products(self, config: LayerConfig, tokens: int) -> Any:
-        routed = self._routed(config, tokens)
-        return jax.ShapeDtypeStruct((*routed.routing.ids.shape, routed.h.shape[-1]), routed.h.dtype)
-
-    def _step_hidden(self, rows: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, 1, self.config.hidden_size), jnp.float32)
-
-    @staticmethod
-    def _wave_slots(config: LayerConfig) -> jax.ShapeDtypeStruct:
-        assert isinstance(config.feed_forward, MoEConfig)
-        return _ints(config.feed_forward.num_experts)
 
 
 def decode_rows(rows: int) -> tuple[int, ...]:
@@ -324,5 +199,6 @@ def _in_storage_form(weights: ModelWeights) -> ModelWeights:
     return weights._replace(layers=tuple(layers))
 
 
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+def int_shape(*shape: int) -> jax.ShapeDtypeStruct:
+    """An int32 array in an argument's place."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)

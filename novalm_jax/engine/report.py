@@ -18,7 +18,8 @@ class Report:
     """Counters of one `LLM` since it started. Sizes are bytes, times seconds.
 
     `device_peak_bytes` is the planned peak, whose parts are `device_table`. Hits and misses are of experts on the
-    device; `stall_seconds` is time that computing waited for experts. `compute_seconds` is the time of steps,
+    device; `stall_seconds` is time that computing waited for weights. `uploads` are of experts, `dense_uploads` of a
+    layer's dense weights or a block of the head. `compute_seconds` is the time of steps,
     `load_seconds` that of everything before the first one, `launches` counts compiled programs that were run.
     """
 
@@ -38,6 +39,8 @@ class Report:
     uploads: int = 0
     bytes_uploaded: int = 0
     evictions: int = 0
+    dense_uploads: int = 0
+    dense_bytes_uploaded: int = 0
     stall_seconds: float = 0.0
     compute_seconds: float = 0.0
     load_seconds: float = 0.0
@@ -85,7 +88,7 @@ class Report:
 
 
 def _readable(name: str, value: Any) -> str:
-    if name.endswith("_bytes") or name in ("bytes_uploaded", "disk_bytes_read"):
+    if name.endswith("_bytes") or name in ("bytes_uploaded", "dense_bytes_uploaded", "disk_bytes_read"):
         return format_size(value)
     if name.endswith("_seconds"):
         return f"{value:.3f} s"

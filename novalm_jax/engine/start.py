@@ -8,22 +8,25 @@ from contextlib import ExitStack
 
 import jax
 
-from novalm_jax.checkpoint.load import Checkpoint
+from novalm_jax.checkpoint.load import Checkpoint, parameter_dtypes
 from novalm_jax.checkpoint.mapping import is_expert
 from novalm_jax.checkpoint.progress import bytes_bar
 from novalm_jax.config import MoEConfig
+from novalm_jax.engine.dense_streamed import DenseStreamedExecutor
 from novalm_jax.engine.executor import Executor, ResidentExecutor, put_stored
-from novalm_jax.engine.functions import Structure
+from novalm_jax.engine.functions import Leaves, Structure
 from novalm_jax.engine.placement import Placement
-from novalm_jax.engine.programs import StreamedPrograms
 from novalm_jax.engine.streamed import StreamedExecutor
+from novalm_jax.engine.streamed_programs import DenseStreamedPrograms, StreamedPrograms
+from novalm_jax.experts.dense import DenseHost, DensePlan, DenseReader, DenseStreamer, Part
 from novalm_jax.experts.fetcher import READERS, Fetcher
 from novalm_jax.experts.host_tier import HostTier
+from novalm_jax.experts.link import Link
 from novalm_jax.experts.policy import POLICIES
 from novalm_jax.experts.pools import DevicePool, HostPool
 from novalm_jax.experts.records import Record, RecordReader, count_records, moe_layers
 from novalm_jax.experts.slots import SlotTable
-from novalm_jax.experts.streamer import Streamer
+from novalm_jax.experts.streamer import NoExperts, Streamer
 from novalm_jax.options import EngineOptions
 
 
@@ -33,14 +36,55 @@ def start_executor(checkpoint: Checkpoint, placement: Placement, options: Engine
     Raises:
       CheckpointError: a file cannot be read.
     """
-    programs = placement.programs
+    programs, link = placement.programs, Link(options.link_rate)
+    lookahead = options.prefetch == "lookahead"
     if not isinstance(programs, StreamedPrograms):
         return ResidentExecutor(checkpoint.load(options.dtype, put_stored), programs, checkpoint.weights.nbytes)
-    dense = checkpoint.load(options.dtype, lambda _, buffer: jax.device_put(buffer), lambda path: not is_expert(path))
-    weights = Structure.take_apart(dense)
+    if isinstance(programs, DenseStreamedPrograms):
+        assert placement.dense is not None
+        with ExitStack() as undo:
+            ends, dense = _start_dense(checkpoint, placement.dense, programs, options, link, undo)
+            streamer = _start_experts(checkpoint, placement, programs, options, link)
+            undo.pop_all()
+        return DenseStreamedExecutor(ends, dense, programs, streamer, 0, placement.pass_chunks, lookahead)
+    resident = {
+        path: dtype for path, dtype in parameter_dtypes(checkpoint.config, options.dtype).items() if not is_expert(path)
+    }
+    model = checkpoint.load(options.dtype, lambda _, buffer: jax.device_put(buffer), resident.__contains__)
+    weights = Structure.take_apart(model)
     weights = weights._replace(layers=tuple(layer._replace(experts=None) for layer in weights.layers))
+    bytes_read = sum(each.nbytes for each in checkpoint.weights.assignments if each.path in resident)
+    streamer = _start_experts(checkpoint, placement, programs, options, link)
+    return StreamedExecutor(weights, programs, streamer, bytes_read, placement.pass_chunks, lookahead)
+
+
+def _start_dense(
+    checkpoint: Checkpoint,
+    plan: DensePlan,
+    programs: DenseStreamedPrograms,
+    options: EngineOptions,
+    link: Link,
+    undo: ExitStack,
+) -> tuple[Leaves, DenseStreamer]:
+    """Dense weights in parts, and those that belong to none, on the device."""
+    reader = DenseReader(checkpoint, parameter_dtypes(checkpoint.config, options.dtype))
+    undo.callback(reader.close)
+    ends = tuple(map(jax.device_put, reader.read(Part("the ends", programs.ends, None, 0))))
+    host = DenseHost(plan, reader)
+    undo.callback(host.close)
+    dense = DenseStreamer(plan, reader, host, link)
+    undo.callback(dense.close)
+    return ends, dense
+
+
+def _start_experts(
+    checkpoint: Checkpoint, placement: Placement, programs: StreamedPrograms, options: EngineOptions, link: Link
+) -> Streamer | NoExperts:
+    """Experts in tiers, the host's filled where it holds all of them."""
     sparse = moe_layers(checkpoint.config)
-    layers, experts = len(dense.layers), max(moe.num_experts for moe in sparse.values())
+    if not sparse:
+        return NoExperts()
+    layers, experts = len(checkpoint.config.layers), max(moe.num_experts for moe in sparse.values())
     policy = POLICIES[options.policy]
     with ExitStack() as undo:
         reader, host = RecordReader(checkpoint, programs.shapes.dtype), None
@@ -54,15 +98,12 @@ def start_executor(checkpoint: Checkpoint, placement: Placement, options: Engine
             _fill(host, reader, sparse, programs.record_bytes)
         pool = DevicePool(programs.layout, programs.slots, programs.insert)
         undo.callback(pool.close)
-        fetcher = Fetcher(reader, programs.layout, host, options.link_rate)
+        fetcher = Fetcher(reader, programs.layout, host, link)
         undo.callback(fetcher.close)
         table = SlotTable(layers, experts, programs.slots)
         streamer = Streamer(pool, table, policy(layers, experts), fetcher, count_records(checkpoint.config))
-        dense_bytes = checkpoint.weights.nbytes - reader.nbytes
-        lookahead = options.prefetch == "lookahead"
-        executor = StreamedExecutor(weights, programs, streamer, dense_bytes, placement.pass_chunks, lookahead)
         undo.pop_all()
-        return executor
+        return streamer
 
 
 def _fill(host: HostTier, reader: RecordReader, sparse: Mapping[int, MoEConfig], record_bytes: int) -> None:

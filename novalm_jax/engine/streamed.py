@@ -15,9 +15,9 @@ import numpy as np
 
 from novalm_jax.config import MoEConfig
 from novalm_jax.engine.executor import Chunk, Executor
-from novalm_jax.engine.functions import Decoded, DecodeStep, ModelWeights
-from novalm_jax.engine.programs import StreamedPrograms
-from novalm_jax.experts.streamer import Streamer
+from novalm_jax.engine.functions import Decoded, DecodeStep, Leaves, ModelWeights
+from novalm_jax.engine.streamed_programs import StreamedPrograms
+from novalm_jax.experts.streamer import NoExperts, Streamer
 from novalm_jax.models.decoder import Routed
 
 TAIL = 32
@@ -39,7 +39,7 @@ class StreamedExecutor(Executor):
         self,
         weights: ModelWeights,
         programs: StreamedPrograms,
-        streamer: Streamer,
+        streamer: Streamer | NoExperts,
         bytes_read: int,
         pass_chunks: int,
         lookahead: bool,
@@ -84,27 +84,45 @@ class StreamedExecutor(Executor):
         active = step.positions >= 0
         self.streamer.next_step()
         with self._experts_in_use():
-            x = self._run(programs.embed_step(bucket), self._outer, step.tokens)
-            for i, (config, weights) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
-                attend = programs.attend_step(config, bucket)
-                x, self._caches[i] = self._run(attend, weights.dense, self._caches[i], x, step)
+            x = self._embed_step(step)
+            for i, config in enumerate(self._layers):
+                dense = self._dense(i, x)
+                x, self._caches[i] = self._run(programs.attend_step(config, bucket), dense, self._caches[i], x, step)
                 if isinstance(moe := config.feed_forward, MoEConfig):
-                    waves = self.streamer.waves(i, _most_wanted([x.routing], moe))
+                    waves = self._experts.waves(i, _most_wanted([x.routing], moe))
                     if self._lookahead:
                         self._look_ahead(i + 1, x.x, active)
-                    (x,) = self._through_experts(i, [x], waves)
-            return self._run(programs.head_of_step(bucket), self._outer, x)
+                    (x,) = self._through_experts(i, dense, [x], waves)
+            return self._head_of_step(x)
+
+    def _embed_step(self, step: DecodeStep) -> jax.Array:
+        """The tokens of a decode step: `[b, 1, d]`."""
+        return self._run(self.programs.embed_step(len(step.tokens)), self._outer, step.tokens)
+
+    def _head_of_step(self, x: jax.Array) -> Decoded:
+        """What follows each row of `x [b, 1, d]`."""
+        return self._run(self.programs.head_of_step(len(x)), self._outer, x)
+
+    def _dense(self, layer: int, after: Any) -> Leaves:
+        """The dense weights of a layer; `after` is what was computed with those of the layer before it."""
+        return self._weights.layers[layer].dense
+
+    def _resident(self, layer: int) -> bool:
+        """Whether they stay on the device."""
+        return True
 
     def _look_ahead(self, layer: int, x: jax.Array, active: np.ndarray) -> None:
         """Prefetches what the router of a layer would choose for the hidden state of the one before."""
-        if layer == len(self._layers) or not isinstance(moe := self._layers[layer].feed_forward, MoEConfig):
+        if layer == len(self._layers) or not self._resident(layer):
+            return
+        if not isinstance(moe := self._layers[layer].feed_forward, MoEConfig):
             return
         program = self.programs.lookahead(self._layers[layer], len(active))
-        routing = self._run(program, self._weights.layers[layer].dense, x)
+        routing = self._run(program, self._dense(layer, x), x)
         ids, weights = (np.asarray(part)[active] for part in routing)
         likely = weights >= CONFIDENT * weights.mean(axis=-1, keepdims=True)
         ids = np.where(likely, ids, moe.num_experts)
-        self.streamer.prefetch(layer, _most_wanted([(ids, weights)], moe))
+        self._experts.prefetch(layer, _most_wanted([(ids, weights)], moe))
 
     def _through_layers(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, jax.Array] | None]:
         left = list(chunks)
@@ -116,14 +134,13 @@ class StreamedExecutor(Executor):
         """Runs chunks through all layers, side by side."""
         programs = self.programs
         self.streamer.next_step()
-        states = [self._run(programs.embed(chunk.bucket), self._outer, chunk.tokens) for chunk in chunks]
-        for i, (config, weights) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
+        states: list[Any] = [self._embed(chunk) for chunk in chunks]
+        for i, config in enumerate(self._layers):
             with self._caches_in_use(), self._experts_in_use():
+                dense = self._dense(i, states)
                 for at, chunk in enumerate(chunks):
                     attend = programs.attend(config, chunk.bucket)
-                    states[at], self._caches[i] = self._run(
-                        attend, weights.dense, self._caches[i], states[at], chunk.at
-                    )
+                    states[at], self._caches[i] = self._run(attend, dense, self._caches[i], states[at], chunk.at)
                 if isinstance(moe := config.feed_forward, MoEConfig):
                     tails = [
                         tuple(np.asarray(part)[max(0, chunk.length - TAIL) : chunk.length] for part in state.routing)
@@ -131,16 +148,18 @@ class StreamedExecutor(Executor):
                         if chunk.last or chunk is chunks[-1]
                     ]
                     wanted = _most_wanted([state.routing for state in states], moe)
-                    waves = self.streamer.waves(i, wanted, kept=_most_wanted(tails, moe))
-                    states = self._through_experts(i, states, waves)
+                    waves = self._experts.waves(i, wanted, kept=_most_wanted(tails, moe))
+                    states = self._through_experts(i, dense, states, waves)
             jax.block_until_ready(states)
             yield None
         for chunk in chunks:
             yield chunk, states.pop(0)
 
-    def _through_experts(self, layer: int, states: Sequence[Routed], waves: Iterator[np.ndarray]) -> list[jax.Array]:
+    def _through_experts(
+        self, layer: int, dense: Leaves, states: Sequence[Routed], waves: Iterator[np.ndarray]
+    ) -> list[jax.Array]:
         """The end of a layer, for all states with each wave of experts."""
-        config, pool, programs = self._layers[layer], self.streamer.pool, self.programs
+        config, pool, programs = self._layers[layer], self._experts.pool, self.programs
         products: list[jax.Array | None] = [None] * len(states)
         assert isinstance(config.feed_forward, MoEConfig)
         for wave in waves:
@@ -150,8 +169,13 @@ class StreamedExecutor(Executor):
                     products[i] = self._run(programs.first_wave(config, len(routed.h)), pool.arrays, routed, slots)
                 else:
                     products[i] = self._run(programs.wave(config, len(routed.h)), pool.arrays, before, routed, slots)
-        dense = self._weights.layers[layer].dense
         return [self._run(programs.combine(config, len(routed.h)), dense, routed, products.pop(0)) for routed in states]
+
+    @property
+    def _experts(self) -> Streamer:
+        """The streamer, where a layer with experts needs it."""
+        assert isinstance(self.streamer, Streamer)
+        return self.streamer
 
     @contextmanager
     def _experts_in_use(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ import numpy as np
 from novalm_jax.compat import copy_to_device
 from novalm_jax.errors import EngineError
 from novalm_jax.experts.host_tier import HostTier
+from novalm_jax.experts.link import Link
 from novalm_jax.experts.records import Record, RecordReader, new_record
 from novalm_jax.experts.slots import NOWHERE
 from novalm_jax.kernels.experts import Weights
@@ -76,14 +77,14 @@ class Fetcher:
       host_bytes: bytes of the host tier, or of the read buffers where there is none.
     """
 
-    def __init__(self, reader: RecordReader, layout: Weights, host: HostTier | None, link: float | None = None):
+    def __init__(self, reader: RecordReader, layout: Weights, host: HostTier | None, link: Link):
         """Starts the threads.
 
         Args:
           reader: is closed with this.
           layout: the arrays of a record.
           host: the host tier, closed with this; None where there is none.
-          link: bytes a second that uploads take at least, to stand for a slower link; None for what there is.
+          link: what uploads go over.
         """
         self.uploads = 0
         self.record_bytes = tree_bytes(layout)
@@ -296,9 +297,8 @@ class Fetcher:
         begin = time.perf_counter()
         arrays = jax.tree.map(copy_to_device, self._memory(fetch))
         with self._lock:
-            if self._link is not None:
-                left = begin + self.record_bytes / self._link - time.perf_counter()
-                self._changed.wait_for(self._stopped, timeout=max(left, 0.0))
+            if (left := self._link.arrival(self.record_bytes, begin) - time.perf_counter()) > 0:
+                self._changed.wait_for(self._stopped, timeout=left)
             fetch.arrays = arrays
             fetch.stage = Stage.THERE
             self.uploads += 1

@@ -81,11 +81,6 @@ class RecordReader:
         self._reader = TensorReader()
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that all experts take on disk."""
-        return sum(piece.nbytes for assignment in self._assignments.values() for piece in assignment.pieces)
-
-    @property
     def bytes_read(self) -> int:
         """Bytes that were read from disk so far."""
         return self._reader.bytes_read

@@ -229,6 +229,25 @@ class Streamer:
         return wave
 
 
+class NoExperts:
+    """In place of a `Streamer`, in a model that has no experts."""
+
+    broken = False
+
+    def figures(self) -> dict[str, Any]:
+        """As in `Streamer`: nothing is moved."""
+        return {"disk_bytes_read": 0}
+
+    def next_step(self) -> None:
+        """As in `Streamer`."""
+
+    def recover(self) -> None:
+        """As in `Streamer`."""
+
+    def close(self) -> None:
+        """As in `Streamer`."""
+
+
 class Governor:
     """Switches prefetching off for a while where less than half of what came was needed.
 

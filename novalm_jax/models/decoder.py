@@ -113,8 +113,13 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """int32 `[...]` -> float32 `[..., d]`."""
-        x: jax.Array = jnp.take(self.weight[...], tokens, axis=0, mode="clip").astype(jnp.float32)
-        return x if self.multiplier == 1.0 else x * self.multiplier
+        return embedded(jnp.take(self.weight[...], tokens, axis=0, mode="clip"), self.multiplier)
+
+
+def embedded(rows: jax.Array, multiplier: float) -> jax.Array:
+    """Rows of the embedding -> float32 hidden states of the same shape."""
+    x = rows.astype(jnp.float32)
+    return x if multiplier == 1.0 else x * multiplier
 
 
 class Decoder(nnx.Module):
@@ -150,7 +155,13 @@ class Decoder(nnx.Module):
         """Hidden states `[..., d]` after the last layer -> float32 logits `[..., v]`."""
         with jax.named_scope("head"):
             weight = self.embed.weight if self.head is None else self.head.weight
-            logits = einsum("...d,vd->...v", self.norm(x), weight[...])
-            if self.head_bias is not None:
-                logits += jnp.broadcast_to(self.head_bias[...].astype(jnp.float32), logits.shape)
-            return logits / self.config.logits_divisor
+            bias = None if self.head_bias is None else self.head_bias[...]
+            return read_out(self.norm(x), weight[...], bias, self.config.logits_divisor)
+
+
+def read_out(h: jax.Array, weight: jax.Array, bias: jax.Array | None, divisor: float) -> jax.Array:
+    """Normed hidden states `[..., d]` times rows of the head, `weight [v, d]` and `bias [v]`: float32 `[..., v]`."""
+    logits = einsum("...d,vd->...v", h, weight)
+    if bias is not None:
+        logits += jnp.broadcast_to(bias.astype(jnp.float32), logits.shape)
+    return logits / divisor

@@ -1,0 +1,380 @@
+"""Dense weights that do not all stay on the device: those of a layer, and blocks of the head, come in turn.
+
+A step needs them in an order that is always the same, so that no policy is asked: some parts stay, spread evenly, and
+of the others the next one comes while the one before it computes. Rows of the embedding never come: they are looked up
+where they lie. The compute thread owns this; one thread of its own moves the parts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from novalm_jax.checkpoint.files import TensorReader
+from novalm_jax.checkpoint.load import Checkpoint, read_parameter
+from novalm_jax.checkpoint.progress import bytes_bar
+from novalm_jax.compat import copy_to_device, pinned_array
+from novalm_jax.errors import CheckpointError
+from novalm_jax.experts.link import Link
+from novalm_jax.models.decoder import Decoder, without_experts
+from novalm_jax.models.params import parameters_of
+
+EMBEDDING, HEAD = "embed.weight", "head.weight"
+
+UNDER_WAY = 2
+"""Parts on the device that do not stay: one is in use while the next one comes."""
+
+_ROUND = 16
+"""Rows of the head by which XLA's CPU backend tells how to multiply: matrices of float32 whose rows are no multiple of
+it round differently from those whose rows are. A block is of the kind that the whole head is."""
+
+_ALIGNMENT = 64
+
+Leaves = tuple[jax.Array, ...]
+
+
+class Part(NamedTuple):
+    """Dense weights that move together.
+
+    Attributes:
+      name: what they are.
+      paths: their parameters, in the order in which programs take them.
+      rows: the first row and the one after the last, of the only parameter; None for whole parameters.
+      nbytes: their size in memory, each array a whole number of cache lines.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    rows: tuple[int, int] | None
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class DensePlan:
+    """Where dense weights lie.
+
+    Attributes:
+      parts: all that come in turn or could, in the order of a step: the layers, then the blocks of the head.
+      embedding: the table whose rows are looked up.
+      on_device: parts that stay there, by number.
+      on_host: parts that host memory holds, of those that do not.
+      embedding_on_host: whether it holds the embedding; otherwise rows are read from disk.
+    """
+
+    parts: tuple[Part, ...]
+    embedding: Part
+    on_device: frozenset[int] = frozenset()
+    on_host: frozenset[int] = frozenset()
+    embedding_on_host: bool = False
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the parts that stay on the device."""
+        return sum(self.parts[number].nbytes for number in self.on_device)
+
+    @property
+    def under_way_bytes(self) -> int:
+        """Bytes of the device for the parts that come and go."""
+        return UNDER_WAY * max(part.nbytes for part in self.parts)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(part.nbytes for part in self.held_on_host().values())
+
+    def held_on_host(self) -> dict[int | None, Part]:
+        """What host memory holds, by number; the embedding as None. Blocks of a head that is tied to it are in it."""
+        held: dict[int | None, Part] = {None: self.embedding} if self.embedding_on_host else {}
+        return held | {number: self.parts[number] for number in sorted(self.on_host) if not self._tied(number)}
+
+    def keep(self, room: int) -> DensePlan:
+        """As many parts on the device as there is room for, spread evenly over a step."""
+        count = len(self.parts)
+        for kept in range(count, 0, -1):
+            # Part i stays where i * kept / count passes a whole number.
+            numbers = [number for number in range(count) if (number + 1) * kept // count > number * kept // count]
+            plan = replace(self, on_device=frozenset(numbers))
+            if plan.kept_bytes <= room:
+                return plan
+        return self
+
+    def hold(self, room: int) -> DensePlan:
+        """The embedding, and then parts that do not stay on the device, in host memory, as far as there is room."""
+        plan = replace(self, embedding_on_host=self.embedding.nbytes <= room)
+        for number in range(len(self.parts)):
+            if number not in self.on_device:
+                more = replace(plan, on_host=plan.on_host | {number})
+                plan = more if more.host_bytes <= room else plan
+        return plan
+
+    def _tied(self, number: int) -> bool:
+        return self.embedding_on_host and self.parts[number].paths == self.embedding.paths
+
+
+def plan_dense(model: Decoder) -> DensePlan:
+    """The dense weights of a model, which may have shapes in place of arrays, nothing of them kept anywhere.
+
+    Blocks of the head are about as large as the largest layer.
+    """
+    parts = []
+    for number, layer in enumerate(model.layers):
+        parameters = parameters_of(without_experts(layer))
+        paths = tuple(f"layers.{number}.{path}" for path in parameters)
+        parts.append(Part(f"layer {number}", paths, None, sum(map(_nbytes, parameters.values()))))
+    outer = parameters_of(model.embed), {} if model.head is None else parameters_of(model.head)
+    table, head = outer[0]["weight"], outer[1].get("weight", outer[0]["weight"])
+    path = EMBEDDING if model.head is None else HEAD
+    rows = model.config.vocab_size
+    row_bytes = head.size // rows * np.dtype(head.dtype).itemsize
+    for first, end in head_blocks(rows, max(part.nbytes for part in parts) // row_bytes):
+        name = f"the head from row {first} on"
+        parts.append(Part(name, (path,), (first, end), _padded((end - first) * row_bytes)))
+    return DensePlan(tuple(parts), Part("the embedding", (EMBEDDING,), None, _nbytes(table)))
+
+
+def head_blocks(rows: int, about: int) -> list[tuple[int, int]]:
+    """Cuts the rows of the head into blocks of one size, about as large as asked for. The last two may overlap."""
+    block = max(about // _ROUND, 8) * _ROUND + rows % _ROUND
+    if block >= rows:
+        return [(0, rows)]
+    firsts = [*range(0, rows - block, block), rows - block]
+    return [(first, first + block) for first in firsts]
+
+
+class DenseReader:
+    """Reads dense weights of a checkpoint from disk, rounded as loading does it. Any thread may read."""
+
+    def __init__(self, checkpoint: Checkpoint, dtypes: Mapping[str, np.dtype]):
+        """`dtypes` of all parameters, by path."""
+        self._assignments = {each.path: each for each in checkpoint.weights.assignments}
+        self._dtypes = dtypes
+        self._reader = TensorReader()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read from disk so far."""
+        return self._reader.bytes_read
+
+    def read(self, part: Part) -> list[np.ndarray]:
+        """New arrays with the parameters of a part, aligned as XLA likes it.
+
+        Raises:
+          CheckpointError: a file went away, ends too early or cannot be read; a finite number becomes infinite.
+        """
+        try:
+            return [self._parameter(path, part.rows) for path in part.paths]
+        except CheckpointError as error:
+            raise CheckpointError(f"The dense weights of {part.name} cannot be read. {error}") from error
+
+    def read_row(self, part: Part, number: int) -> np.ndarray:
+        """One row of the only parameter of a part.
+
+        Raises:
+          CheckpointError: as `read`.
+        """
+        (row,) = self.read(part._replace(rows=(number, number + 1)))
+        return row[0]
+
+    def close(self) -> None:
+        """Closes the files, once reads that are running have ended."""
+        self._reader.close()
+
+    def _parameter(self, path: str, rows: tuple[int, int] | None) -> np.ndarray:
+        assignment = self._assignments[path]
+        if rows is not None:
+            assignment = assignment.rows(*rows)
+        return read_parameter(self._reader, assignment, self._dtypes[path])
+
+
+class DenseHost:
+    """Dense weights in one large array of pinned host memory, read once. Nobody writes it afterwards."""
+
+    def __init__(self, plan: DensePlan, reader: DenseReader):
+        """Reads what the plan holds on the host.
+
+        Raises:
+          CheckpointError: a file cannot be read.
+        """
+        self.nbytes = plan.host_bytes
+        self._plan = plan
+        self._parts: dict[int | None, list[np.ndarray]] = {}
+        self._memory: Any = None
+        if not self.nbytes:
+            return
+        self._memory, view = pinned_array((self.nbytes,), np.dtype(np.uint8))
+        end = 0
+        with bytes_bar("loading dense weights", self.nbytes) as advance:
+            for number, part in plan.held_on_host().items():
+                held = []
+                begin, end = end, end + part.nbytes
+                for array in reader.read(part):
+                    place = view[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+                    place[...] = array
+                    held.append(place)
+                    begin += _padded(array.nbytes)
+                self._parts[number] = held
+                advance(part.nbytes)
+
+    def find(self, number: int) -> list[np.ndarray] | None:
+        """The arrays of a part; None where they are on disk alone."""
+        part = self._plan.parts[number]
+        if number in self._plan.on_host and number not in self._parts:
+            assert part.rows is not None
+            return [self._parts[None][0][slice(*part.rows)]]
+        return self._parts.get(number)
+
+    @property
+    def embedding(self) -> np.ndarray | None:
+        """`[v, d]`; None where it is on disk alone."""
+        return self._parts[None][0] if None in self._parts else None
+
+    def close(self) -> None:
+        """Frees the memory. Nobody may use an array of it any more."""
+        self._parts.clear()
+        if self._memory is not None:
+            self._memory.delete()
+            self._memory = None
+
+
+class DenseStreamer:
+    """Dense weights on the device, part by part. Owns reader and host memory, which end with it at the latest.
+
+    Attributes:
+      uploads: parts that were copied to the device.
+      bytes_uploaded: their bytes.
+      stall_seconds: how long computing waited for parts.
+    """
+
+    def __init__(self, plan: DensePlan, reader: DenseReader, host: DenseHost, link: Link):
+        """Puts what stays on the device there, and begins with the first part that does not.
+
+        Raises:
+          CheckpointError: a file cannot be read.
+        """
+        self.uploads = self.bytes_uploaded = 0
+        self.stall_seconds = 0.0
+        self._plan = plan
+        self._reader = reader
+        self._host = host
+        self._link = link
+        self._kept = {number: self._on_device(number) for number in sorted(plan.on_device)}
+        self._turn = [number for number in range(len(plan.parts)) if number not in plan.on_device]
+        self._in_use: Leaves = ()
+        self._coming: tuple[int, Future[Leaves]] | None = None
+        self._closed = threading.Event()
+        self._thread = ThreadPoolExecutor(1, "dense")
+        # A thread of a model that nobody closed would keep its memory for ever.
+        self._end_thread = weakref.finalize(self, _end, self._thread, self._closed)
+        self._begin(self._turn[0] if self._turn else None)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory."""
+        return self._host.nbytes
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read from disk."""
+        return self._reader.bytes_read
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """Rows of the embedding, `[n, d]`, of int32 `ids [n]` of the vocabulary.
+
+        Raises:
+          CheckpointError: a file cannot be read.
+        """
+        if (table := self._host.embedding) is not None:
+            return table[ids]
+        unique, where = np.unique(ids, return_inverse=True)
+        return np.stack([self._reader.read_row(self._plan.embedding, int(row)) for row in unique])[where]
+
+    def stays(self, number: int) -> bool:
+        """Whether a part is on the device all the time."""
+        return number in self._kept
+
+    def take(self, number: int, after: Any) -> Leaves:
+        """A part on the device; one that does not stay is there until the next such one is taken.
+
+        Args:
+          number: which.
+          after: what was computed with the part before it, which is waited for.
+
+        Raises:
+          CheckpointError: a file cannot be read.
+        """
+        if number in self._kept:
+            return self._kept[number]
+        jax.block_until_ready(after)
+        _delete(self._in_use)
+        start = time.perf_counter()
+        if self._coming is None or self._coming[0] != number:
+            # Somebody else had a turn in between.
+            self._drop_coming()
+            self._begin(number)
+        # Forgotten first: an interrupt must not leave a part that is in use and still to come.
+        coming, self._coming = self._coming, None
+        assert coming is not None
+        self._in_use = coming[1].result()
+        self.stall_seconds += time.perf_counter() - start
+        self._begin(self._turn[(self._turn.index(number) + 1) % len(self._turn)])
+        return self._in_use
+
+    def close(self) -> None:
+        """Ends the thread, and frees memory on device and host. Closing twice is fine."""
+        _end(self._thread, self._closed)
+        self._end_thread.detach()
+        self._drop_coming()
+        _delete((self._in_use, self._kept))
+        self._reader.close()
+        self._host.close()
+
+    def _begin(self, number: int | None) -> None:
+        self._coming = None if number is None else (number, self._thread.submit(self._upload, number))
+
+    def _drop_coming(self) -> None:
+        if self._coming is not None:
+            coming, self._coming = self._coming[1], None
+            if not coming.cancel() and coming.exception() is None:
+                _delete(coming.result())
+
+    def _upload(self, number: int) -> Leaves:
+        begin = time.perf_counter()
+        arrays = self._on_device(number)
+        nbytes = self._plan.parts[number].nbytes
+        self._closed.wait(max(self._link.arrival(nbytes, begin) - time.perf_counter(), 0.0))
+        self.uploads += 1
+        self.bytes_uploaded += nbytes
+        return arrays
+
+    def _on_device(self, number: int) -> Leaves:
+        held = self._host.find(number)
+        if held is not None:
+            return tuple(map(copy_to_device, held))
+        # Nobody else has these, so that the device may take them over.
+        return tuple(jax.device_put(array).block_until_ready() for array in self._reader.read(self._plan.parts[number]))
+
+
+def _end(thread: ThreadPoolExecutor, closed: threading.Event) -> None:
+    closed.set()
+    thread.shutdown(cancel_futures=True)
+
+
+def _delete(arrays: Any) -> None:
+    for leaf in jax.tree.leaves(arrays):
+        leaf.delete()
+
+
+def _nbytes(parameter: Any) -> int:
+    return _padded(int(parameter.size) * np.dtype(parameter.dtype).itemsize)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
