@@ -32,9 +32,9 @@ EMBEDDING, HEAD = "embed.weight", "head.weight"
 UNDER_WAY = 2
 """Parts on the device that do not stay: one is in use while the next one comes."""
 
-_ROUND = 16
-"""Rows of the head by which XLA's CPU backend tells how to multiply: matrices of float32 whose rows are no multiple of
-it round differently from those whose rows are. A block is of the kind that the whole head is."""
+_BLOCK_UNIT = 64
+"""A block of the head has a multiple of so many rows. On XLA's CPU backend products of float32 with such numbers of
+rows round alike, and with others in several ways; in bfloat16 all do from 24 rows on."""
 
 _ALIGNMENT = 64
 
@@ -122,7 +122,8 @@ class DensePlan:
 def plan_dense(model: Decoder) -> DensePlan:
     """The dense weights of a model, which may have shapes in place of arrays, nothing of them kept anywhere.
 
-    Blocks of the head are about as large as the largest layer.
+    Blocks of the head are about as large as the largest layer; a head of float32 stays whole where blocks of it would
+    round differently.
     """
     parts = []
     for number, layer in enumerate(model.layers):
@@ -134,7 +135,9 @@ def plan_dense(model: Decoder) -> DensePlan:
     path = EMBEDDING if model.head is None else HEAD
     rows = model.config.vocab_size
     row_bytes = head.size // rows * np.dtype(head.dtype).itemsize
-    for first, end in head_blocks(rows, max(part.nbytes for part in parts) // row_bytes):
+    whole = np.dtype(head.dtype) == np.float32 and rows % _BLOCK_UNIT
+    about = rows if whole else max(part.nbytes for part in parts) // row_bytes
+    for first, end in head_blocks(rows, about):
         name = f"the head from row {first} on"
         parts.append(Part(name, (path,), (first, end), _padded((end - first) * row_bytes)))
     return DensePlan(tuple(parts), Part("the embedding", (EMBEDDING,), None, _nbytes(table)))
@@ -142,8 +145,8 @@ def plan_dense(model: Decoder) -> DensePlan:
 
 def head_blocks(rows: int, about: int) -> list[tuple[int, int]]:
     """Cuts the rows of the head into blocks of one size, about as large as asked for. The last two may overlap."""
-    block = max(about // _ROUND, 8) * _ROUND + rows % _ROUND
-    if block >= rows:
+    block = max(about // _BLOCK_UNIT, 1) * _BLOCK_UNIT
+    if about >= rows or block >= rows:
         return [(0, rows)]
     firsts = [*range(0, rows - block, block), rows - block]
     return [(first, first + block) for first in firsts]

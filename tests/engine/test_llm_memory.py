@@ -94,7 +94,7 @@ def test_the_least_budget_works_and_one_byte_less_is_refused_unread(tiny, option
 def test_the_context_is_cut_to_what_the_budget_holds_and_said_so(tmp_path, caplog, room, least, most):
     """In both ranges: with small prefill chunks, and with large ones that need far more workspace."""
     folder = tiny_checkpoint(tmp_path, "llama", max_position_embeddings=8192)
-    options: dict[str, Any] = {"max_batch": 1, "dtype": "float32"}
+    options: dict[str, Any] = {"max_batch": 1, "dtype": "float32", "dense_weights": "device"}
     budget = _least(folder, **options).least_bytes + room
     caplog.clear()
     with LLM(folder, device_memory=budget, **options) as llm:

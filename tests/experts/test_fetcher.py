@@ -16,6 +16,7 @@ from novalm_jax.errors import CheckpointError, EngineError
 from novalm_jax.experts import fetcher as fetcher_module
 from novalm_jax.experts.fetcher import IN_FLIGHT, READERS, Fetch, Fetcher
 from novalm_jax.experts.host_tier import HostTier
+from novalm_jax.experts.link import Link
 from novalm_jax.experts.policy import LRU
 from novalm_jax.experts.pools import HostPool
 from novalm_jax.experts.records import Record
@@ -53,12 +54,12 @@ def make(disk: Disk) -> Iterator[Callable[..., Fetcher]]:
     made: list[Fetcher] = []
     threads = set(threading.enumerate())
 
-    def one(host_slots: int = 0, **options: Any) -> Fetcher:
+    def one(host_slots: int = 0, rate: float | None = None) -> Fetcher:
         host = None
         if host_slots:
             host = HostTier(HostPool(LAYOUT, host_slots), SlotTable(4, 100, host_slots), LRU(4, 100))
         reader: Any = disk
-        made.append(Fetcher(reader, LAYOUT, host, **options))
+        made.append(Fetcher(reader, LAYOUT, host, Link(rate)))
         return made[-1]
 
     yield one
@@ -163,7 +164,7 @@ def test_no_more_copies_at_a_time_than_are_planned(make: Callable[..., Fetcher])
 
 
 def test_a_slow_link_takes_its_time(make: Callable[..., Fetcher]) -> None:
-    fetcher = make(host_slots=50, link=96 / 0.02)
+    fetcher = make(host_slots=50, rate=96 / 0.02)
     assert fetcher.record_bytes == 96
     start = time.perf_counter()
     take(fetcher, [fetcher.fetch(Record(0, expert), 0, True) for expert in range(5)])

@@ -13,6 +13,7 @@ from experts_helpers import LAYOUT, Disk, number
 from interrupts import interrupted_at
 from novalm_jax.experts.fetcher import Fetcher
 from novalm_jax.experts.host_tier import HostTier
+from novalm_jax.experts.link import Link
 from novalm_jax.experts.policy import LRU
 from novalm_jax.experts.pools import DevicePool, HostPool, compile_insert
 from novalm_jax.experts.records import Record
@@ -47,7 +48,7 @@ def test_an_interrupt_at_any_line_leaves_a_true_table_and_nothing_stuck(host_slo
     disk: Any = Disk()
     host = HostTier(HostPool(LAYOUT, 6), SlotTable(3, 8, 6), LRU(3, 8)) if host_slots else None
     pool = DevicePool(LAYOUT, SLOTS, compile_insert(LAYOUT, SLOTS))
-    streamer = Streamer(pool, SlotTable(3, 8, SLOTS), LRU(3, 8), Fetcher(disk, LAYOUT, host), 24)
+    streamer = Streamer(pool, SlotTable(3, 8, SLOTS), LRU(3, 8), Fetcher(disk, LAYOUT, host, Link()), 24)
     check_step(streamer, 0)
     line = 0
     while True:
