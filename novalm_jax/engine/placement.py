@@ -173,8 +173,9 @@ def _place_streamed(
     pass_chunks = 1 + min(chunks - 1, int(PASS_SHARE * spare) // programs.chunk_bytes)
     spare -= (pass_chunks - 1) * programs.chunk_bytes
     if dense is not None:
+        least = dense.device_bytes
         dense = dense.keep(spare).hold(budgets.host)
-        spare -= dense.kept_bytes
+        spare -= dense.device_bytes - least
     slots = min(sizes.records, few + spare // programs.record_bytes) if few else 0
     programs, plan = sizes.streamed(context, slots, pass_chunks, dense)
     while not plan.fits(device) and (slots, pass_chunks) != (few, 1):
@@ -242,8 +243,8 @@ class _Sizes:
 
     @cached_property
     def dense(self) -> DensePlan:
-        """The parts of its dense weights, nothing of them kept anywhere."""
-        return plan_dense(self._model)
+        """The parts of its dense weights, as they take least of the device."""
+        return plan_dense(self._model).leanest()
 
     def of(self, context: int) -> tuple[Programs, MemoryPlan]:
         """The programs for `context` tokens, the largest of them compiled, and what a step takes at its peak."""

@@ -83,7 +83,17 @@ class DensePlan:
     @property
     def under_way_bytes(self) -> int:
         """Bytes of the device for the parts that come and go."""
-        return UNDER_WAY * max(part.nbytes for part in self.parts)
+        return UNDER_WAY * max((self.parts[number].nbytes for number in self.in_turn), default=0)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device for all parts."""
+        return self.kept_bytes + self.under_way_bytes
+
+    @property
+    def in_turn(self) -> list[int]:
+        """The parts that come and go, in order."""
+        return [number for number in range(len(self.parts)) if number not in self.on_device]
 
     @property
     def host_bytes(self) -> int:
@@ -95,24 +105,32 @@ class DensePlan:
         held: dict[int | None, Part] = {None: self.embedding} if self.embedding_on_host else {}
         return held | {number: self.parts[number] for number in sorted(self.on_host) if not self._tied(number)}
 
+    def leanest(self) -> DensePlan:
+        """What takes least of the device: a part that is larger than others by far stays, as there is room for two of
+        those that come and go."""
+        plans = [
+            replace(self, on_device=frozenset(n for n, part in enumerate(self.parts) if part.nbytes > size))
+            for size in {part.nbytes for part in self.parts}
+        ]
+        return min(plans, key=lambda plan: (plan.device_bytes, len(plan.on_device)))
+
     def keep(self, room: int) -> DensePlan:
-        """As many parts on the device as there is room for, spread evenly over a step."""
-        count = len(self.parts)
-        for kept in range(count, 0, -1):
-            # Part i stays where i * kept / count passes a whole number.
-            numbers = [number for number in range(count) if (number + 1) * kept // count > number * kept // count]
-            plan = replace(self, on_device=frozenset(numbers))
-            if plan.kept_bytes <= room:
+        """As many more parts on the device as there is room for, spread evenly over a step."""
+        rest = self.in_turn
+        for more in range(len(rest), 0, -1):
+            # Of n parts, part i stays where i * more / n passes a whole number.
+            spread = (n for i, n in enumerate(rest) if (i + 1) * more // len(rest) > i * more // len(rest))
+            plan = replace(self, on_device=self.on_device.union(spread))
+            if plan.device_bytes - self.device_bytes <= room:
                 return plan
         return self
 
     def hold(self, room: int) -> DensePlan:
         """The embedding, and then parts that do not stay on the device, in host memory, as far as there is room."""
         plan = replace(self, embedding_on_host=self.embedding.nbytes <= room)
-        for number in range(len(self.parts)):
-            if number not in self.on_device:
-                more = replace(plan, on_host=plan.on_host | {number})
-                plan = more if more.host_bytes <= room else plan
+        for number in self.in_turn:
+            more = replace(plan, on_host=plan.on_host | {number})
+            plan = more if more.host_bytes <= room else plan
         return plan
 
     def _tied(self, number: int) -> bool:
@@ -269,7 +287,7 @@ class DenseStreamer:
         self._host = host
         self._link = link
         self._kept = {number: self._on_device(number) for number in sorted(plan.on_device)}
-        self._turn = [number for number in range(len(plan.parts)) if number not in plan.on_device]
+        self._turn = plan.in_turn
         self._in_use: Leaves = ()
         self._coming: tuple[int, Future[Leaves]] | None = None
         self._closed = threading.Event()
