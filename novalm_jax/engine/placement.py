@@ -122,6 +122,10 @@ def place(checkpoint: Checkpoint, options: EngineOptions) -> Placement:
     if placement.slots:
         counts = placement.slots, count_records(config)
         _log.warning("%s: %d of %d experts have room in device_memory; the others come as needed", name, *counts)
+        if placement.dense is not None and options.prefetch != "off":
+            _log.warning("prefetch: only of experts in layers whose dense weights stay on the device")
+    elif placement.dense is None and options.link is not None:
+        _log.warning("link: without effect, as %s is on the device as a whole", name)
     if context < wanted:
         _log.warning("%s: the context is cut from %d to %d tokens to fit device_memory", name, wanted, context)
     return placement
