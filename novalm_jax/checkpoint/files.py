@@ -161,6 +161,13 @@ class TensorReader:
         finally:
             self._end(0)
 
+    def forget_pages(self) -> None:
+        """Tells the system, where it can be told, that what it keeps in memory of these files is not needed."""
+        with self._changed:
+            for file in self._open_files.values() if hasattr(os, "posix_fadvise") else ():
+                with suppress(OSError):
+                    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         """Closes the files once the reads that are running have ended. Reads that come later raise ValueError."""
         with self._changed:

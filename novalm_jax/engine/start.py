@@ -11,6 +11,7 @@ import jax
 from novalm_jax.checkpoint.load import Checkpoint, parameter_dtypes
 from novalm_jax.checkpoint.mapping import is_expert
 from novalm_jax.checkpoint.progress import bytes_bar
+from novalm_jax.compat import available_ram
 from novalm_jax.config import MoEConfig
 from novalm_jax.engine.dense_streamed import DenseStreamedExecutor
 from novalm_jax.engine.executor import Executor, ResidentExecutor, put_stored
@@ -118,3 +119,5 @@ def _fill(host: HostTier, reader: RecordReader, sparse: Mapping[int, MoEConfig],
                 advance(record_bytes)
         finally:
             pool.shutdown(cancel_futures=True)
+    if available_ram() < len(records) * record_bytes:
+        reader.forget_pages()

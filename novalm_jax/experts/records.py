@@ -97,6 +97,10 @@ class RecordReader:
         except CheckpointError as error:
             raise CheckpointError(f"Expert {record.expert} of layer {record.layer} cannot be read. {error}") from error
 
+    def forget_pages(self) -> None:
+        """Nothing of the files is read again soon, so that the system need not keep their pages in memory."""
+        self._reader.forget_pages()
+
     def close(self) -> None:
         """Closes the files, once reads that are running have ended."""
         self._reader.close()

@@ -191,3 +191,18 @@ def test_close_waits_for_reads_that_are_running(tmp_path: Path, monkeypatch: pyt
     read_thread.join()
     close_thread.join()
     assert out.tobytes() == bytes(range(100)) and closed.is_set()
+
+
+def test_forgets_pages_of_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int, int, int]] = []
+
+    def advise(file: int, start: int, length: int, advice: int) -> None:
+        told.append((os.readlink(f"/proc/self/fd/{file}"), start, length, advice))
+        raise OSError("this file system takes no advice")
+
+    tensor = one_tensor(tmp_path, bytes(100))
+    with TensorReader() as reader:
+        reader.read_into(tensor, np.zeros(100, np.uint8))
+        monkeypatch.setattr(os, "posix_fadvise", advise)
+        reader.forget_pages()
+    assert told == [(str(tensor.file), 0, 0, os.POSIX_FADV_DONTNEED)]

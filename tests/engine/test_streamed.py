@@ -385,6 +385,15 @@ def test_an_interrupted_step_leaves_a_model_that_goes_on(folder, expected, monke
         assert_same(outcome(llm), expected["float32"])
 
 
+@pytest.mark.parametrize(("ram", "forgotten"), [(10**12, 0), (1000, 1)])
+def test_where_ram_is_short_the_system_need_not_keep_what_the_host_holds(folder, monkeypatch, ram, forgotten):
+    calls = []
+    monkeypatch.setattr("novalm_jax.engine.start.available_ram", lambda: ram)
+    monkeypatch.setattr(RecordReader, "forget_pages", calls.append)
+    with with_slots(folder, 12, host_memory="1GiB", **OPTIONS):
+        assert len(calls) == forgotten
+
+
 @pytest.fixture(autouse=True)
 def nothing_hangs() -> Iterator[None]:
     """Every wait in here has somebody who ends it."""
