@@ -387,9 +387,9 @@ def test_an_interrupted_step_leaves_a_model_that_goes_on(folder, expected, monke
 
 @pytest.mark.parametrize(("ram", "forgotten"), [(10**12, False), (1000, True)])
 def test_where_ram_is_short_the_system_need_not_keep_what_the_host_holds(folder, monkeypatch, ram, forgotten):
-    calls = []
+    calls: list[RecordReader] = []
     monkeypatch.setattr("novalm_jax.engine.start.available_ram", lambda: ram)
-    monkeypatch.setattr(RecordReader, "forget_pages", calls.append)
+    monkeypatch.setattr(RecordReader, "forget_pages", lambda self: calls.append(self))
     with with_slots(folder, 12, host_memory="1GiB", **OPTIONS):
         assert bool(calls) == forgotten
 
