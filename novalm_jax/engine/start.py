@@ -25,17 +25,21 @@ from novalm_jax.experts.records import Record, RecordReader, count_records, moe_
 from novalm_jax.experts.slots import SlotTable
 from novalm_jax.experts.streamer import Streamer
 from novalm_jax.options import EngineOptions
+from novalm_jax.timeline import Timeline
 
 
-def start_executor(checkpoint: Checkpoint, placement: Placement, options: EngineOptions) -> Executor:
-    """Loads the weights to where the placement has room for them.
+def start_executor(
+    checkpoint: Checkpoint, placement: Placement, options: EngineOptions, timeline: Timeline | None
+) -> Executor:
+    """Loads the weights to where the placement has room for them. A timeline shows what is done with them.
 
     Raises:
       CheckpointError: a file cannot be read.
     """
     programs = placement.programs
     if not isinstance(programs, StreamedPrograms):
-        return ResidentExecutor(checkpoint.load(options.dtype, put_stored), programs, checkpoint.weights.nbytes)
+        model = checkpoint.load(options.dtype, put_stored)
+        return ResidentExecutor(model, programs, checkpoint.weights.nbytes, timeline)
     dense = checkpoint.load(options.dtype, lambda _, buffer: jax.device_put(buffer), lambda path: not is_expert(path))
     weights = Structure.take_apart(dense)
     weights = weights._replace(layers=tuple(layer._replace(experts=None) for layer in weights.layers))
@@ -43,7 +47,7 @@ def start_executor(checkpoint: Checkpoint, placement: Placement, options: Engine
     layers, experts = len(dense.layers), max(moe.num_experts for moe in sparse.values())
     policy = POLICIES[options.policy]
     with ExitStack() as undo:
-        reader, host = RecordReader(checkpoint, programs.shapes.dtype), None
+        reader, host = RecordReader(checkpoint, programs.shapes.dtype, timeline), None
         if slots := placement.host_slots:
             host_pool = HostPool(programs.layout, slots)
             undo.callback(host_pool.close)
@@ -54,13 +58,14 @@ def start_executor(checkpoint: Checkpoint, placement: Placement, options: Engine
             _fill(host, reader, sparse, programs.record_bytes)
         pool = DevicePool(programs.layout, programs.slots, programs.insert)
         undo.callback(pool.close)
-        fetcher = Fetcher(reader, programs.layout, host, options.link_rate)
+        fetcher = Fetcher(reader, programs.layout, host, options.link_rate, timeline)
         undo.callback(fetcher.close)
         table = SlotTable(layers, experts, programs.slots)
-        streamer = Streamer(pool, table, policy(layers, experts), fetcher, count_records(checkpoint.config))
+        streamer = Streamer(pool, table, policy(layers, experts), fetcher, count_records(checkpoint.config), timeline)
         dense_bytes = checkpoint.weights.nbytes - reader.nbytes
         lookahead = options.prefetch == "lookahead"
-        executor = StreamedExecutor(weights, programs, streamer, dense_bytes, placement.pass_chunks, lookahead)
+        pass_chunks = placement.pass_chunks
+        executor = StreamedExecutor(weights, programs, streamer, dense_bytes, pass_chunks, lookahead, timeline)
         undo.pop_all()
         return executor
 

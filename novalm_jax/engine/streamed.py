@@ -19,6 +19,7 @@ from novalm_jax.engine.functions import Decoded, DecodeStep, ModelWeights
 from novalm_jax.engine.programs import StreamedPrograms
 from novalm_jax.experts.streamer import Streamer
 from novalm_jax.models.decoder import Routed
+from novalm_jax.timeline import Timeline
 
 TAIL = 32
 """Last tokens of a prompt whose experts are kept for what follows it."""
@@ -43,6 +44,7 @@ class StreamedExecutor(Executor):
         bytes_read: int,
         pass_chunks: int,
         lookahead: bool,
+        timeline: Timeline | None = None,
     ):
         """Takes what it runs.
 
@@ -53,8 +55,9 @@ class StreamedExecutor(Executor):
           bytes_read: what loading the dense weights took from disk.
           pass_chunks: prefill chunks that share a pass over the experts.
           lookahead: whether experts are prefetched that the next layer may need.
+          timeline: as in `Executor`.
         """
-        super().__init__(programs, weights.outer)
+        super().__init__(programs, weights.outer, timeline)
         self.programs = programs
         self._weights = weights
         self.streamer = streamer
@@ -87,7 +90,7 @@ class StreamedExecutor(Executor):
             x = self._run(programs.embed_step(bucket), self._outer, step.tokens)
             for i, (config, weights) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
                 attend = programs.attend_step(config, bucket)
-                x, self._caches[i] = self._run(attend, weights.dense, self._caches[i], x, step)
+                x, self._caches[i] = self._run(attend, weights.dense, self._caches[i], x, step, layer=i)
                 if isinstance(moe := config.feed_forward, MoEConfig):
                     waves = self.streamer.waves(i, _most_wanted([x.routing], moe))
                     if self._lookahead:
@@ -100,7 +103,7 @@ class StreamedExecutor(Executor):
         if layer == len(self._layers) or not isinstance(moe := self._layers[layer].feed_forward, MoEConfig):
             return
         program = self.programs.lookahead(self._layers[layer], len(active))
-        routing = self._run(program, self._weights.layers[layer].dense, x)
+        routing = self._run(program, self._weights.layers[layer].dense, x, layer=layer)
         ids, weights = (np.asarray(part)[active] for part in routing)
         likely = weights >= CONFIDENT * weights.mean(axis=-1, keepdims=True)
         ids = np.where(likely, ids, moe.num_experts)
@@ -122,7 +125,7 @@ class StreamedExecutor(Executor):
                 for at, chunk in enumerate(chunks):
                     attend = programs.attend(config, chunk.bucket)
                     states[at], self._caches[i] = self._run(
-                        attend, weights.dense, self._caches[i], states[at], chunk.at
+                        attend, weights.dense, self._caches[i], states[at], chunk.at, layer=i
                     )
                 if isinstance(moe := config.feed_forward, MoEConfig):
                     tails = [
@@ -147,11 +150,16 @@ class StreamedExecutor(Executor):
             slots = wave[: config.feed_forward.num_experts]
             for i, routed in enumerate(states):
                 if (before := products[i]) is None:
-                    products[i] = self._run(programs.first_wave(config, len(routed.h)), pool.arrays, routed, slots)
+                    first = programs.first_wave(config, len(routed.h))
+                    products[i] = self._run(first, pool.arrays, routed, slots, layer=layer)
                 else:
-                    products[i] = self._run(programs.wave(config, len(routed.h)), pool.arrays, before, routed, slots)
+                    later = programs.wave(config, len(routed.h))
+                    products[i] = self._run(later, pool.arrays, before, routed, slots, layer=layer)
         dense = self._weights.layers[layer].dense
-        return [self._run(programs.combine(config, len(routed.h)), dense, routed, products.pop(0)) for routed in states]
+        return [
+            self._run(programs.combine(config, len(routed.h)), dense, routed, products.pop(0), layer=layer)
+            for routed in states
+        ]
 
     @contextmanager
     def _experts_in_use(self) -> Iterator[None]:
