@@ -60,14 +60,19 @@ def _generate(options: GenerateOptions) -> None:
     # Only now, so that --help and mistakes in the options are answered before JAX is loaded.
     from novalm_jax.engine.llm import LLM
 
-    with LLM(options.model, **asdict(options.engine)) as llm:
-        if options.interactive:
-            _converse(llm, options)
-        else:
-            inputs = [_as_chat(llm, options, prompt) for prompt in prompts] if options.chat else prompts
-            _complete(llm, options, inputs)
-        if options.report:
-            print(llm.report(), file=sys.stderr)
+    llm = LLM(options.model, **asdict(options.engine))
+    try:
+        with llm:
+            if options.interactive:
+                _converse(llm, options)
+            else:
+                inputs = [_as_chat(llm, options, prompt) for prompt in prompts] if options.chat else prompts
+                _complete(llm, options, inputs)
+            if options.report:
+                print(llm.report(), file=sys.stderr)
+    finally:
+        if llm.timeline is not None and llm.timeline.written is not None:
+            print(f"timeline: {llm.timeline.written}", file=sys.stderr)
 
 
 def _prompts(options: GenerateOptions) -> list[str]:

@@ -7,9 +7,11 @@ Plain data with the checks that need nothing but the values themselves. Knows no
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from novalm_jax.errors import OptionError, RequestError, UserError
@@ -156,6 +158,9 @@ class EngineOptions:
     is."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, for a quick next start."""
+    timeline: Path | None = None
+    """File for a trace that shows, in Perfetto or Chrome, what is read, uploaded and computed when: written at the end,
+    in place of one that may be there. The run is a little slower."""
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
@@ -164,6 +169,8 @@ class EngineOptions:
         _one_of(self, "prefetch")
         if self.link_rate is not None and self.link_rate < 1:
             raise OptionError(f"link: {_shown(self.link)} lets nothing through; give 2GB/s, or so.")
+        if self.timeline is not None:
+            object.__setattr__(self, "timeline", _as_path("timeline", self.timeline))
         _positive("max_batch", self.max_batch)
         context = self.context_length
         if isinstance(context, str) and context != "auto":
@@ -402,6 +409,18 @@ def _biases(given: object) -> dict[int, float]:
             raise RequestError(f"logit_bias: the bias of token {_shown(token)} is {_shown(value)}, not a number.")
         biases[token] = bias
     return biases
+
+
+def _as_path(name: str, value: object) -> Path:
+    """The path of a file; whether it can be there is not looked at.
+
+    Raises:
+      OptionError: no path. `name` is the option to blame.
+    """
+    given = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(given, str) or not given or "\0" in given:
+        raise OptionError(f"{name}: expected the path of a file, got {_shown(value)}.")
+    return Path(given)
 
 
 def _as_text(value: object) -> str | None:

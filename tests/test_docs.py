@@ -1,8 +1,8 @@
-"""docs/models.md: the worked example is a family, and the table names every family there is."""
+"""Examples in docs/ work: a family, whose table names every family there is, and the timeline of a run."""
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,8 +13,12 @@ from novalm_jax.errors import ConfigError
 from novalm_jax.models.families import FAMILIES
 from novalm_jax.models.families.family import Family
 from novalm_jax.models.params import parameters_of
+from novalm_jax.timeline import MOST_EVENTS, Track
+from timeline_helpers import rows_of
+from tiny_checkpoints import tiny_checkpoint
 
-MODELS = (Path(__file__).parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parent.parent / "docs"
+MODELS = (DOCS / "models.md").read_text(encoding="utf-8")
 ACORN: dict[str, Any] = {
     **{"model_type": "acorn", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "max_position_embeddings": 128, "dense_size": 24, "expert_size": 16},
@@ -54,3 +58,14 @@ def test_the_example_knows_where_every_parameter_is_stored() -> None:
     names = {tensor.name for tensor in written}
     assert {"model.layers.1.moe.router.choice_bias", "model.layers.1.moe.experts.7.down_proj.weight"} <= names
     assert {"model.layers.1.moe.shared_expert.up_proj.weight", "model.layers.0.mlp.up_proj.weight"} <= names
+
+
+def test_the_timeline_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    section = (DOCS / "streaming.md").read_text(encoding="utf-8").split("## What a timeline shows")[1].split("\n## ")[0]
+    assert re.findall(r"^\| (\w+(?: \w+)?) \|", section, re.MULTILINE)[1:] == list(get_args(Track))
+    assert f"The first {MOST_EVENTS:,} spans" in section.replace("\n", " ")
+    (snippet,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(snippet.replace("path/to/model", str(tiny_checkpoint(tmp_path / "model"))), {})
+    assert capsys.readouterr().out == "0.0 seconds of uploads while a program ran\n"
+    assert list(rows_of((tmp_path / "trace.json").read_bytes())) == ["compute"]

@@ -14,6 +14,7 @@ import pytest
 
 from generate_helpers import run, speaker
 from novalm_jax.generate import main
+from timeline_helpers import rows_of
 from tiny_checkpoints import BOS, EOS, TOKENS, USER, encode, tiny_checkpoint
 
 
@@ -123,6 +124,45 @@ def test_report_comes_last_on_stderr(model, capsys):
     assert err.index("tokens/s") < err.index("device budget")
 
 
+def test_the_report_is_a_table(model, capsys):
+    assert run(["--model", model, "--prompt", "H", "--report"]) == 0
+    _, *rows = capsys.readouterr().err.splitlines()
+    columns = [re.fullmatch(r"(\S+(?: \S+)*  +)(\S+(?: \S+)*)", row) for row in rows]
+    assert len(rows) > 30 and all(columns)
+    assert len({len(column[1]) for column in columns if column}) == 1
+
+
+def test_a_timeline_goes_to_its_file_and_its_place_to_stderr(model, capsys, tmp_path):
+    trace = tmp_path / "trace.json"
+    assert run(["--model", model, "--prompt", "H", "--report", "--timeline", str(trace)]) == 0
+    out, err = capsys.readouterr()
+    assert out == "elo wé日!\n"
+    assert err.splitlines()[-1] == f"timeline: {trace}"
+    launches = re.search(r"^launches +(\d+)$", err, re.MULTILINE)
+    assert launches and len(rows_of(trace.read_bytes())["compute"]) == int(launches[1])
+
+
+@pytest.mark.parametrize(("error", "code"), [(RuntimeError("out of luck"), 1), (KeyboardInterrupt(), 130)])
+def test_a_run_that_is_broken_off_leaves_its_timeline(model, capsys, monkeypatch, tmp_path, error, code):
+    from novalm_jax.engine.executor import Executor
+
+    decode, calls = Executor.decode, []
+
+    def fail(*arguments, **options):
+        calls.append(1)
+        if len(calls) > 2:
+            raise error
+        return decode(*arguments, **options)
+
+    monkeypatch.setattr(Executor, "decode", fail)
+    trace = tmp_path / "trace.json"
+    assert run(["--model", model, "--prompt", "H", "--timeline", str(trace)]) == code
+    err = capsys.readouterr().err
+    assert f"timeline: {trace}\n" in err and "Traceback" not in err
+    names = [span["name"] for span in rows_of(trace.read_bytes())["compute"]]
+    assert names == ["embed", "attend", "head", "decode", "decode"]
+
+
 def test_a_seed_repeats_the_text(random_model, capsys):
     texts = []
     for seed in ("3", "3", "4"):
@@ -208,6 +248,8 @@ def _corrupt(folder: Path, model: str) -> Path:
         (["--model", "MODEL", "--prompt", ""], "prompt 0 is empty"),
         (["--model", "MODEL", "--prompt", "H", "--logit-bias", str(TOKENS), "1"], "is no token"),
         (["--model", "MODEL", "--prompt", "H", "--context-length", "1000000"], "made for 100000 tokens"),
+        (["--model", "MODEL", "--prompt", "H", "--timeline", "nowhere/trace.json"], "timeline: there is no folder "),
+        (["--model", "MODEL", "--prompt", "H", "--timeline", "."], "timeline: .* is there and no file"),
     ],
 )
 def test_a_mistake_is_one_paragraph_and_exit_code_2(arguments, says, model, tmp_path, capsys):

@@ -74,8 +74,8 @@ def check_padding_chooses_no_expert(folder: Path) -> None:
     choices: list[np.ndarray] = []
 
     class Listening(ResidentExecutor):
-        def _run(self, program: Any, *arguments: Any) -> Any:
-            result = super()._run(program, *arguments)
+        def _run(self, program: Any, *arguments: Any, **options: Any) -> Any:
+            result = super()._run(program, *arguments, **options)
             if isinstance(result, tuple) and isinstance(result[0], Routed):
                 choices.append(np.asarray(result[0].routing.ids))
             return result
@@ -326,8 +326,10 @@ def check_life_after_a_failed_step(folder: Path) -> None:
         for kind in (Decoded, Routed):
             right, failed = Executor._run, list[str]()
 
-            def run(self: Any, *arguments: Any, kind: Any = kind, right: Any = right, failed: Any = failed) -> Any:
-                result = right(self, *arguments)
+            def run(
+                self: Any, *arguments: Any, kind: Any = kind, right: Any = right, failed: Any = failed, **options: Any
+            ) -> Any:
+                result = right(self, *arguments, **options)
                 # The program has run and was given the caches: the old ones are gone, the new ones never arrive.
                 if not failed and isinstance(result, tuple) and isinstance(result[0], kind):
                     failed.append(kind.__name__)

@@ -163,6 +163,10 @@ def test_options_cannot_be_changed_later():
         ("context_length", None),
         ("context_length", 2**31),
         ("context_length", str(2**31)),
+        ("timeline", ""),
+        ("timeline", "a\0b"),
+        ("timeline", b"trace.json"),
+        ("timeline", True),
     ],
 )
 def test_engine_options_outside_their_range_are_refused_by_name(name, value: Any):

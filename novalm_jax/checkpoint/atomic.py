@@ -66,6 +66,27 @@ def check_destination(destination: str | Path, source: Path | None = None) -> Pa
     return path
 
 
+def check_file(path: str | Path, name: str) -> Path:
+    """The place where `write_whole` may put a file, without links in it. Tries it; a file that is there stays.
+
+    Raises:
+      OptionError: no file can be written there; the message says why. `name` is the option to blame.
+    """
+    try:
+        place = Path(path).expanduser().resolve()
+        if not place.parent.is_dir():
+            raise OptionError(f"{name}: there is no folder {place.parent} to write {place.name} in. Make it first.")
+        if place.exists() and not place.is_file():
+            raise OptionError(f"{name}: {place} is there and no file. Give the path of a file.")
+        unfinished = place.with_name(place.name + _UNFINISHED)
+        with open(unfinished, "wb"):
+            pass
+        os.unlink(unfinished)
+    except (OSError, RuntimeError) as error:
+        raise OptionError(f"{name}: {path} cannot be written: {reason_of(error)}. Give another one.") from None
+    return place
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Writes a file that is at no moment there in part, in place of one that may be there.
 

@@ -17,6 +17,7 @@ from novalm_jax.engine.streamed import StreamedExecutor
 from novalm_jax.engine.streamed_programs import DenseStreamedPrograms
 from novalm_jax.experts.dense import DenseStreamer
 from novalm_jax.experts.streamer import NoExperts, Streamer
+from novalm_jax.timeline import Timeline
 
 
 class DenseStreamedExecutor(StreamedExecutor):
@@ -34,9 +35,9 @@ class DenseStreamedExecutor(StreamedExecutor):
         dense: DenseStreamer,
         programs: DenseStreamedPrograms,
         streamer: Streamer | NoExperts,
-        bytes_read: int,
         pass_chunks: int,
         lookahead: bool,
+        timeline: Timeline | None = None,
     ):
         """As `StreamedExecutor`.
 
@@ -45,11 +46,11 @@ class DenseStreamedExecutor(StreamedExecutor):
           dense: all others.
           programs: for these parts, and for as many slots as the streamer has.
           streamer: of this model's experts.
-          bytes_read: what loading the ends took from disk.
           pass_chunks: prefill chunks that share a pass over the weights.
           lookahead: whether experts are prefetched that the next layer may need, where its router is at hand.
+          timeline: shows what is run.
         """
-        super().__init__(ModelWeights(ends, ()), programs, streamer, bytes_read, pass_chunks, lookahead)
+        super().__init__(ModelWeights(ends, ()), programs, streamer, 0, pass_chunks, lookahead, timeline)
         self.dense = dense
         blocks = (part.rows for part in programs.dense.parts[len(self._layers) :])
         self._blocks = [rows for rows in blocks if rows is not None]

@@ -20,6 +20,7 @@ from novalm_jax.engine.programs import Programs, decode_rows, prefill_rows
 from novalm_jax.experts.records import count_records
 from novalm_jax.kernels.storage import storage_dtype
 from novalm_jax.models.decoder import Decoder, Routed
+from novalm_jax.timeline import Timeline
 
 
 class Prompt(NamedTuple):
@@ -45,18 +46,20 @@ class Chunk(NamedTuple):
 
 
 class Executor(ABC):
-    """A model with a cache for `programs.shapes.rows` sequences.
+    """A model with a cache for `programs.shapes.rows` sequences. A timeline shows its programs, each of which is waited
+    for then.
 
     Attributes:
       rows: sequences that the cache has room for.
       launches: programs that were run.
     """
 
-    def __init__(self, programs: Programs, outer: Leaves):
+    def __init__(self, programs: Programs, outer: Leaves, timeline: Timeline | None = None):
         shapes = programs.shapes
         self.rows = shapes.rows
         self.launches = 0
         self._programs = programs
+        self._timeline = timeline
         self._outer = outer
         self._layers = programs.config.layers
         self._caches = list(programs.new_caches())
@@ -158,9 +161,13 @@ class Executor(ABC):
             at = PrefillChunk(np.int32(prompt.row), np.int32(begin), np.int32(len(part)), np.int32(known))
             yield Chunk(np.pad(part, (0, bucket - len(part))), bucket, at, number, begin + most >= length)
 
-    def _run(self, program: jax.stages.Compiled, *arguments: Any) -> Any:
+    def _run(self, program: jax.stages.Compiled, *arguments: Any, layer: int | None = None) -> Any:
         self.launches += 1
-        return program(*arguments)
+        if self._timeline is None:
+            return program(*arguments)
+        name, rows = self._programs.name_of(program)
+        with self._timeline.span("compute", name, rows=rows, **({} if layer is None else {"layer": layer})):
+            return jax.block_until_ready(program(*arguments))
 
     @contextmanager
     def _caches_in_use(self) -> Iterator[None]:
@@ -182,10 +189,10 @@ class ResidentExecutor(Executor):
     it took `bytes_read` from disk.
     """
 
-    def __init__(self, model: Decoder, programs: Programs, bytes_read: int):
+    def __init__(self, model: Decoder, programs: Programs, bytes_read: int, timeline: Timeline | None = None):
         self._bytes_read = bytes_read
         self._weights: ModelWeights = Structure.take_apart(model)
-        super().__init__(programs, self._weights.outer)
+        super().__init__(programs, self._weights.outer, timeline)
 
     def figures(self) -> dict[str, Any]:
         """As in `Executor`: everything is on the device, and was read once."""
@@ -204,9 +211,10 @@ class ResidentExecutor(Executor):
                 with self._caches_in_use():
                     attend = self._programs.attend(config, chunk.bucket)
                     # One name for all states of the layer: each is let go of as soon as the next one is there.
-                    x, self._caches[i] = self._run(attend, weights.dense, self._caches[i], x, chunk.at)
+                    x, self._caches[i] = self._run(attend, weights.dense, self._caches[i], x, chunk.at, layer=i)
                     if isinstance(x, Routed):
-                        x = self._run(self._programs.experts(config, chunk.bucket), weights.dense, weights.experts, x)
+                        experts = self._programs.experts(config, chunk.bucket)
+                        x = self._run(experts, weights.dense, weights.experts, x, layer=i)
                 jax.block_until_ready(x)
                 yield None
             yield chunk, x

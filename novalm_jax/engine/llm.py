@@ -5,6 +5,7 @@ Starts no thread: whoever waits for text drives the engine. Safe to use from sev
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import time
@@ -24,12 +25,15 @@ from novalm_jax.engine.request import Completion, Request
 from novalm_jax.engine.sampler import Sampler
 from novalm_jax.engine.sampling import choice_seed, resolve
 from novalm_jax.engine.start import start_executor
-from novalm_jax.errors import CheckpointError, EngineError, OptionError, RequestError
+from novalm_jax.engine.timeline_file import TimelineFile
+from novalm_jax.errors import CheckpointError, EngineError, OptionError, RequestError, WriteError
 from novalm_jax.options import EngineOptions, SamplingParams
 from novalm_jax.resources import embedded_checkpoint
 from novalm_jax.text.detokenizer import TextStream
 from novalm_jax.text.generation_config import GenerationConfig
 from novalm_jax.text.tokenizer import Tokenizer
+
+_log = logging.getLogger("novalm_jax")
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -41,6 +45,7 @@ class LLM:
     Attributes:
       options: the `EngineOptions` it was made with.
       config: the `ModelConfig` of its checkpoint.
+      timeline: what was done when, a `TimelineFile`; None unless the option of that name asks for it.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any):
@@ -58,6 +63,7 @@ class LLM:
         """
         start = time.perf_counter()
         self.options = _engine_options(options)
+        self.timeline = None if self.options.timeline is None else TimelineFile(self.options.timeline)
         self._compiles = CompileCounter()
         if self.options.compilation_cache:
             enable_compilation_cache(compilation_cache_folder())
@@ -68,7 +74,7 @@ class LLM:
         self._checkpoint = checkpoint
         self._placement = place(checkpoint, self.options)
         sampler = Sampler(self.options.max_batch, self.config.vocab_size)
-        self._executor = start_executor(checkpoint, self._placement, self.options)
+        self._executor = start_executor(checkpoint, self._placement, self.options, self.timeline)
         self._engine = Engine(self._executor, sampler)
         self._load_seconds = time.perf_counter() - start
 
@@ -228,8 +234,16 @@ class LLM:
         )
 
     def close(self) -> None:
-        """Ends what is running and frees the device's memory. Closing twice is fine."""
-        self._engine.close()
+        """Ends what is running, frees the device's memory, and writes the timeline. Closing twice is fine.
+
+        Raises:
+          WriteError: the timeline cannot be written; everything else is done.
+        """
+        try:
+            self._engine.close()
+        finally:
+            if self.timeline is not None:
+                self.timeline.write()
 
     def __repr__(self) -> str:
         return f"<LLM {self._checkpoint.folder.name} ({self.config.model_type}, {self.options.dtype})>"
@@ -237,8 +251,14 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except WriteError as error:
+            if kind is None:
+                raise
+            # What ended the run counts for more.
+            _log.warning("%s", error)
 
     def _requests(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None

@@ -127,6 +127,10 @@ class Programs:
         """Bytes of a prefill chunk between two layers, where decode steps run."""
         return tree_bytes(self._hidden(prefill_rows(self.shapes.capacity)[-1]))
 
+    def name_of(self, program: jax.stages.Compiled) -> tuple[str, int]:
+        """What a program of this model does, and for how many rows or tokens."""
+        return next((key[0], key[-1]) for key, known in self._compiled.items() if known is program)
+
     def new_caches(self) -> tuple[LayerCache, ...]:
         """Zeroed caches."""
         return tuple(map(self.new_cache, range(len(self._caches))))

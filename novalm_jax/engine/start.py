@@ -29,10 +29,13 @@ from novalm_jax.experts.records import Record, RecordReader, count_records, moe_
 from novalm_jax.experts.slots import SlotTable
 from novalm_jax.experts.streamer import NoExperts, Streamer
 from novalm_jax.options import EngineOptions
+from novalm_jax.timeline import Timeline
 
 
-def start_executor(checkpoint: Checkpoint, placement: Placement, options: EngineOptions) -> Executor:
-    """Loads the weights to where the placement has room for them.
+def start_executor(
+    checkpoint: Checkpoint, placement: Placement, options: EngineOptions, timeline: Timeline | None
+) -> Executor:
+    """Loads the weights to where the placement has room for them. A timeline shows what is done with them.
 
     Raises:
       CheckpointError: a file cannot be read.
@@ -40,14 +43,15 @@ def start_executor(checkpoint: Checkpoint, placement: Placement, options: Engine
     programs, link = placement.programs, Link(options.link_rate)
     lookahead = options.prefetch == "lookahead"
     if not isinstance(programs, StreamedPrograms):
-        return ResidentExecutor(checkpoint.load(options.dtype, put_stored), programs, checkpoint.weights.nbytes)
+        model = checkpoint.load(options.dtype, put_stored)
+        return ResidentExecutor(model, programs, checkpoint.weights.nbytes, timeline)
     if isinstance(programs, DenseStreamedPrograms):
         assert placement.dense is not None
         with ExitStack() as undo:
-            ends, dense = _start_dense(checkpoint, placement.dense, programs, options, link, undo)
-            streamer = _start_experts(checkpoint, placement, programs, options, link)
+            ends, dense = _start_dense(checkpoint, placement.dense, programs, options, link, timeline, undo)
+            streamer = _start_experts(checkpoint, placement, programs, options, link, timeline)
             undo.pop_all()
-        return DenseStreamedExecutor(ends, dense, programs, streamer, 0, placement.pass_chunks, lookahead)
+        return DenseStreamedExecutor(ends, dense, programs, streamer, placement.pass_chunks, lookahead, timeline)
     resident = {
         path: dtype for path, dtype in parameter_dtypes(checkpoint.config, options.dtype).items() if not is_expert(path)
     }
@@ -55,8 +59,8 @@ def start_executor(checkpoint: Checkpoint, placement: Placement, options: Engine
     weights = Structure.take_apart(model)
     weights = weights._replace(layers=tuple(layer._replace(experts=None) for layer in weights.layers))
     bytes_read = sum(each.nbytes for each in checkpoint.weights.assignments if each.path in resident)
-    streamer = _start_experts(checkpoint, placement, programs, options, link)
-    return StreamedExecutor(weights, programs, streamer, bytes_read, placement.pass_chunks, lookahead)
+    streamer = _start_experts(checkpoint, placement, programs, options, link, timeline)
+    return StreamedExecutor(weights, programs, streamer, bytes_read, placement.pass_chunks, lookahead, timeline)
 
 
 def _start_dense(
@@ -65,6 +69,7 @@ def _start_dense(
     programs: DenseStreamedPrograms,
     options: EngineOptions,
     link: Link,
+    timeline: Timeline | None,
     undo: ExitStack,
 ) -> tuple[Leaves, DenseStreamer]:
     """Dense weights in parts, and those that belong to none, on the device."""
@@ -73,13 +78,18 @@ def _start_dense(
     ends = tuple(map(jax.device_put, reader.read(Part("the ends", programs.ends, None, 0))))
     host = DenseHost(plan, reader)
     undo.callback(host.close)
-    dense = DenseStreamer(plan, reader, host, link)
+    dense = DenseStreamer(plan, reader, host, link, timeline)
     undo.callback(dense.close)
     return ends, dense
 
 
 def _start_experts(
-    checkpoint: Checkpoint, placement: Placement, programs: StreamedPrograms, options: EngineOptions, link: Link
+    checkpoint: Checkpoint,
+    placement: Placement,
+    programs: StreamedPrograms,
+    options: EngineOptions,
+    link: Link,
+    timeline: Timeline | None,
 ) -> Streamer | NoExperts:
     """Experts in tiers, the host's filled where it holds all of them."""
     sparse = moe_layers(checkpoint.config)
@@ -88,7 +98,7 @@ def _start_experts(
     layers, experts = len(checkpoint.config.layers), max(moe.num_experts for moe in sparse.values())
     policy = POLICIES[options.policy]
     with ExitStack() as undo:
-        reader, host = RecordReader(checkpoint, programs.shapes.dtype), None
+        reader, host = RecordReader(checkpoint, programs.shapes.dtype, timeline), None
         if slots := placement.host_slots:
             host_pool = HostPool(programs.layout, slots)
             undo.callback(host_pool.close)
@@ -99,10 +109,10 @@ def _start_experts(
             _fill(host, reader, sparse, programs.record_bytes)
         pool = DevicePool(programs.layout, programs.slots, programs.insert)
         undo.callback(pool.close)
-        fetcher = Fetcher(reader, programs.layout, host, link)
+        fetcher = Fetcher(reader, programs.layout, host, link, timeline)
         undo.callback(fetcher.close)
         table = SlotTable(layers, experts, programs.slots)
-        streamer = Streamer(pool, table, policy(layers, experts), fetcher, count_records(checkpoint.config))
+        streamer = Streamer(pool, table, policy(layers, experts), fetcher, count_records(checkpoint.config), timeline)
         undo.pop_all()
         return streamer
 

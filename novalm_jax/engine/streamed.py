@@ -19,6 +19,7 @@ from novalm_jax.engine.functions import Decoded, DecodeStep, Leaves, ModelWeight
 from novalm_jax.engine.streamed_programs import StreamedPrograms
 from novalm_jax.experts.streamer import NoExperts, Streamer
 from novalm_jax.models.decoder import Routed
+from novalm_jax.timeline import Timeline
 
 TAIL = 32
 """Last tokens of a prompt whose experts are kept for what follows it."""
@@ -43,6 +44,7 @@ class StreamedExecutor(Executor):
         bytes_read: int,
         pass_chunks: int,
         lookahead: bool,
+        timeline: Timeline | None = None,
     ):
         """Takes what it runs.
 
@@ -53,8 +55,9 @@ class StreamedExecutor(Executor):
           bytes_read: what loading the dense weights took from disk.
           pass_chunks: prefill chunks that share a pass over the experts.
           lookahead: whether experts are prefetched that the next layer may need.
+          timeline: as in `Executor`.
         """
-        super().__init__(programs, weights.outer)
+        super().__init__(programs, weights.outer, timeline)
         self.programs = programs
         self._weights = weights
         self.streamer = streamer
@@ -86,8 +89,8 @@ class StreamedExecutor(Executor):
         with self._experts_in_use():
             x = self._embed_step(step)
             for i, config in enumerate(self._layers):
-                dense = self._dense(i, x)
-                x, self._caches[i] = self._run(programs.attend_step(config, bucket), dense, self._caches[i], x, step)
+                dense, attend = self._dense(i, x), programs.attend_step(config, bucket)
+                x, self._caches[i] = self._run(attend, dense, self._caches[i], x, step, layer=i)
                 if isinstance(moe := config.feed_forward, MoEConfig):
                     waves = self._experts.waves(i, _most_wanted([x.routing], moe))
                     if self._lookahead:
@@ -118,7 +121,7 @@ class StreamedExecutor(Executor):
         if not isinstance(moe := self._layers[layer].feed_forward, MoEConfig):
             return
         program = self.programs.lookahead(self._layers[layer], len(active))
-        routing = self._run(program, self._dense(layer, x), x)
+        routing = self._run(program, self._dense(layer, x), x, layer=layer)
         ids, weights = (np.asarray(part)[active] for part in routing)
         likely = weights >= CONFIDENT * weights.mean(axis=-1, keepdims=True)
         ids = np.where(likely, ids, moe.num_experts)
@@ -140,7 +143,9 @@ class StreamedExecutor(Executor):
                 dense = self._dense(i, states)
                 for at, chunk in enumerate(chunks):
                     attend = programs.attend(config, chunk.bucket)
-                    states[at], self._caches[i] = self._run(attend, dense, self._caches[i], states[at], chunk.at)
+                    states[at], self._caches[i] = self._run(
+                        attend, dense, self._caches[i], states[at], chunk.at, layer=i
+                    )
                 if isinstance(moe := config.feed_forward, MoEConfig):
                     tails = [
                         tuple(np.asarray(part)[max(0, chunk.length - TAIL) : chunk.length] for part in state.routing)
@@ -166,10 +171,15 @@ class StreamedExecutor(Executor):
             slots = wave[: config.feed_forward.num_experts]
             for i, routed in enumerate(states):
                 if (before := products[i]) is None:
-                    products[i] = self._run(programs.first_wave(config, len(routed.h)), pool.arrays, routed, slots)
+                    first = programs.first_wave(config, len(routed.h))
+                    products[i] = self._run(first, pool.arrays, routed, slots, layer=layer)
                 else:
-                    products[i] = self._run(programs.wave(config, len(routed.h)), pool.arrays, before, routed, slots)
-        return [self._run(programs.combine(config, len(routed.h)), dense, routed, products.pop(0)) for routed in states]
+                    later = programs.wave(config, len(routed.h))
+                    products[i] = self._run(later, pool.arrays, before, routed, slots, layer=layer)
+        return [
+            self._run(programs.combine(config, len(routed.h)), dense, routed, products.pop(0), layer=layer)
+            for routed in states
+        ]
 
     @property
     def _experts(self) -> Streamer:

@@ -176,7 +176,8 @@ class DenseStreamedPrograms(StreamedPrograms):
     def embed_rows(self, b: int, t: int) -> jax.stages.Compiled:
         """(rows of the embedding `[b, t, d]`,) -> x `[b, t, d]`."""
         live = (jax.ShapeDtypeStruct((b, t, self.config.hidden_size), self._dtype),)
-        return self._get(("embed rows", b, t), self._functions.embed_rows, (), live)
+        name = "embed rows" if b == 1 else "embed rows of step"
+        return self._get((name, b * t), self._functions.embed_rows, (), live)
 
     def normed(self, tokens: int) -> jax.stages.Compiled:
         """(ends, x `[1, t, d]`, int32 index) -> h of that token, on equal rows."""

@@ -26,6 +26,7 @@ from novalm_jax.errors import CheckpointError
 from novalm_jax.experts.link import Link
 from novalm_jax.models.decoder import Decoder, without_experts
 from novalm_jax.models.params import parameters_of
+from novalm_jax.timeline import Timeline, span
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 
@@ -274,8 +275,16 @@ class DenseStreamer:
       stall_seconds: how long computing waited for parts.
     """
 
-    def __init__(self, plan: DensePlan, reader: DenseReader, host: DenseHost, link: Link):
-        """Puts what stays on the device there, and begins with the first part that does not.
+    def __init__(
+        self,
+        plan: DensePlan,
+        reader: DenseReader,
+        host: DenseHost,
+        link: Link,
+        timeline: Timeline | None = None,
+    ):
+        """Puts what stays on the device there, and begins with the first part that does not. A timeline shows uploads,
+        with what is read from disk for them, and stalls.
 
         Raises:
           CheckpointError: a file cannot be read.
@@ -286,6 +295,7 @@ class DenseStreamer:
         self._reader = reader
         self._host = host
         self._link = link
+        self._timeline = timeline
         self._kept = {number: self._on_device(number) for number in sorted(plan.on_device)}
         self._turn = plan.in_turn
         self._in_use: Leaves = ()
@@ -336,14 +346,15 @@ class DenseStreamer:
         jax.block_until_ready(after)
         _delete(self._in_use)
         start = time.perf_counter()
-        if self._coming is None or self._coming[0] != number:
-            # Somebody else had a turn in between.
-            self._drop_coming()
-            self._begin(number)
-        # Forgotten first: an interrupt must not leave a part that is in use and still to come.
-        coming, self._coming = self._coming, None
-        assert coming is not None
-        self._in_use = coming[1].result()
+        with span(self._timeline, "stalls", self._plan.parts[number].name):
+            if self._coming is None or self._coming[0] != number:
+                # Somebody else had a turn in between.
+                self._drop_coming()
+                self._begin(number)
+            # Forgotten first: an interrupt must not leave a part that is in use and still to come.
+            coming, self._coming = self._coming, None
+            assert coming is not None
+            self._in_use = coming[1].result()
         self.stall_seconds += time.perf_counter() - start
         self._begin(self._turn[(self._turn.index(number) + 1) % len(self._turn)])
         return self._in_use
@@ -367,12 +378,12 @@ class DenseStreamer:
                 _delete(coming.result())
 
     def _upload(self, number: int) -> Leaves:
-        begin = time.perf_counter()
-        arrays = self._on_device(number)
-        nbytes = self._plan.parts[number].nbytes
-        self._closed.wait(max(self._link.arrival(nbytes, begin) - time.perf_counter(), 0.0))
+        begin, part = time.perf_counter(), self._plan.parts[number]
+        with span(self._timeline, "dense uploads", part.name, bytes=part.nbytes):
+            arrays = self._on_device(number)
+            self._closed.wait(max(self._link.arrival(part.nbytes, begin) - time.perf_counter(), 0.0))
         self.uploads += 1
-        self.bytes_uploaded += nbytes
+        self.bytes_uploaded += part.nbytes
         return arrays
 
     def _on_device(self, number: int) -> Leaves:

@@ -22,10 +22,11 @@ from novalm_jax.compat import copy_to_device
 from novalm_jax.errors import EngineError
 from novalm_jax.experts.host_tier import HostTier
 from novalm_jax.experts.link import Link
-from novalm_jax.experts.records import Record, RecordReader, new_record
+from novalm_jax.experts.records import Record, RecordReader, new_record, record_span
 from novalm_jax.experts.slots import NOWHERE
 from novalm_jax.kernels.experts import Weights
 from novalm_jax.kernels.storage import tree_bytes
+from novalm_jax.timeline import Timeline
 
 READERS = 2
 """Threads that read from disk; each record is several ranges, which are read one after another."""
@@ -77,7 +78,14 @@ class Fetcher:
       host_bytes: bytes of the host tier, or of the read buffers where there is none.
     """
 
-    def __init__(self, reader: RecordReader, layout: Weights, host: HostTier | None, link: Link):
+    def __init__(
+        self,
+        reader: RecordReader,
+        layout: Weights,
+        host: HostTier | None,
+        link: Link,
+        timeline: Timeline | None = None,
+    ):
         """Starts the threads.
 
         Args:
@@ -85,6 +93,7 @@ class Fetcher:
           layout: the arrays of a record.
           host: the host tier, closed with this; None where there is none.
           link: what uploads go over.
+          timeline: shows the uploads.
         """
         self.uploads = 0
         self.record_bytes = tree_bytes(layout)
@@ -94,6 +103,7 @@ class Fetcher:
         self._places = len(self._buffers) if host is None else len(host.table)
         self.host_bytes = self.record_bytes * self._places
         self._link = link
+        self._timeline = timeline
         # The lock itself, and not its condition, is entered: an interrupt cannot come between taking and giving it.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -294,15 +304,22 @@ class Fetcher:
             with self._lock:
                 del self._settling[: len(settling)]
             return
-        begin = time.perf_counter()
-        arrays = jax.tree.map(copy_to_device, self._memory(fetch))
+        with record_span(self._timeline, "uploads", fetch.record, self.record_bytes, demand=fetch.urgent):
+            arrays = self._copied(fetch)
         with self._lock:
-            if (left := self._link.arrival(self.record_bytes, begin) - time.perf_counter()) > 0:
-                self._changed.wait_for(self._stopped, timeout=left)
             fetch.arrays = arrays
             fetch.stage = Stage.THERE
             self.uploads += 1
             self._changed.notify_all()
+
+    def _copied(self, fetch: Fetch) -> Weights:
+        """A copy of a record on the device, after the time that the link takes for it."""
+        begin = time.perf_counter()
+        arrays: Weights = jax.tree.map(copy_to_device, self._memory(fetch))
+        if (left := self._link.arrival(self.record_bytes, begin) - time.perf_counter()) > 0:
+            with self._lock:
+                self._changed.wait_for(self._stopped, timeout=left)
+        return arrays
 
     def _to_upload(self) -> Fetch | None:
         copies = sum(fetch.stage in _HOLDS_COPY for fetch in self._under_way.values()) + len(self._settling)

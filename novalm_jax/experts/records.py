@@ -6,6 +6,7 @@ Knows which parameters hold experts. Refuses to know where a record goes. Any th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from novalm_jax.kernels.experts import Weights
 from novalm_jax.kernels.storage import storage_dtype
 from novalm_jax.models.decoder import Decoder
 from novalm_jax.models.moe import MoE
+from novalm_jax.timeline import Timeline, Track, span
 
 
 class Record(NamedTuple):
@@ -30,6 +32,14 @@ class Record(NamedTuple):
 
     layer: int
     expert: int
+
+
+def record_span(
+    timeline: Timeline | None, track: Track, record: Record, nbytes: int, **more: Any
+) -> AbstractContextManager[None]:
+    """The time in which a record, so many bytes of it, is moved; `more` is shown with it."""
+    name = f"layer {record.layer}, expert {record.expert}"
+    return span(timeline, track, name, layer=record.layer, expert=record.expert, bytes=nbytes, **more)
 
 
 def moe_layers(config: ModelConfig) -> dict[int, MoEConfig]:
@@ -71,13 +81,15 @@ def record_layout(model: Decoder) -> Weights:
 class RecordReader:
     """Reads expert records straight from the files of a checkpoint, rounded to a model's dtype as loading does it.
 
-    Where the arrays of a record lie one after another, as in an expert store, it is one read.
+    Where the arrays of a record lie one after another, as in an expert store, it is one read. A timeline shows the time
+    until a record is checked and rounded.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: np.dtype):
+    def __init__(self, checkpoint: Checkpoint, dtype: np.dtype, timeline: Timeline | None = None):
         self._assignments = {each.path: each for each in checkpoint.weights.assignments if is_expert(each.path)}
         self._checksums = checkpoint.checksums
         self._dtype = dtype
+        self._timeline = timeline
         self._reader = TensorReader()
 
     @property
@@ -118,12 +130,13 @@ class RecordReader:
             Range(piece.tensor, piece.start, array.reshape(-1).view(np.uint8))
             for (piece, _), array in zip(wanted, stored, strict=True)
         ]
-        for run in _runs(ranges):
-            self._reader.read_run(run)
-        self._verify(record, ranges[0], stored)
-        for (piece, array), read in zip(wanted, stored, strict=True):
-            if read is not array:
-                rounded(f"{piece.tensor.file}: tensor {piece.tensor.name}", read, self._dtype, array)
+        with record_span(self._timeline, "disk reads", record, sum(array.nbytes for array in stored)):
+            for run in _runs(ranges):
+                self._reader.read_run(run)
+            self._verify(record, ranges[0], stored)
+            for (piece, array), read in zip(wanted, stored, strict=True):
+                if read is not array:
+                    rounded(f"{piece.tensor.file}: tensor {piece.tensor.name}", read, self._dtype, array)
 
     def _verify(self, record: Record, first: Range, arrays: Sequence[np.ndarray]) -> None:
         known = self._checksums.get(record)

@@ -10,17 +10,20 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from novalm_jax.experts.fetcher import Fetch, Fetcher
 from novalm_jax.experts.policy import Policy
 from novalm_jax.experts.pools import DevicePool
-from novalm_jax.experts.records import Record
+from novalm_jax.experts.records import Record, record_span
 from novalm_jax.experts.slots import NOWHERE, SlotTable
+from novalm_jax.timeline import Timeline, span
 
 
 class Streamer:
     """Experts in slots, of a model that has so many `records`. Owns pool and fetcher, which end with it at the latest.
+    A timeline shows inserts, each of which is waited for then, and stalls.
 
     Attributes:
       hits: needed records that had a slot.
@@ -31,12 +34,21 @@ class Streamer:
       stall_seconds: how long computing waited for records.
     """
 
-    def __init__(self, pool: DevicePool, table: SlotTable, policy: Policy, fetcher: Fetcher, records: int):
+    def __init__(
+        self,
+        pool: DevicePool,
+        table: SlotTable,
+        policy: Policy,
+        fetcher: Fetcher,
+        records: int,
+        timeline: Timeline | None = None,
+    ):
         self._records = records
         self._pool = pool
         self._table = table
         self._policy = policy
         self._fetcher = fetcher
+        self._timeline = timeline
         # Threads of a model that nobody closed would keep its memory for ever.
         self._end_threads = weakref.finalize(self, fetcher.close)
         self._step = 0
@@ -114,7 +126,7 @@ class Streamer:
         free: list[int] = []
         while missing:
             wave: dict[Record, int] = {}
-            for fetch in self._wait_for(missing):
+            for fetch in self._wait_for(layer, missing):
                 slot = free.pop() if free else self._make_room(layer, wave.values())
                 if slot is None:
                     break
@@ -174,9 +186,10 @@ class Streamer:
             else:
                 self._prefetched.add(record)
 
-    def _wait_for(self, fetches: Collection[Fetch]) -> list[Fetch]:
+    def _wait_for(self, layer: int, fetches: Collection[Fetch]) -> list[Fetch]:
         start = time.perf_counter()
-        arrived = self._fetcher.arrived(fetches, wait=True)
+        with span(self._timeline, "stalls", f"layer {layer}", layer=layer, missing=len(fetches)):
+            arrived = self._fetcher.arrived(fetches, wait=True)
         self.stall_seconds += time.perf_counter() - start
         return arrived
 
@@ -197,7 +210,10 @@ class Streamer:
         assert fetch.arrays is not None
         # In this order: whenever an interrupt comes, the table names no record that its slot does not hold.
         self._evict(slot)
-        done = self._pool.insert(fetch.arrays, slot)
+        with record_span(self._timeline, "inserts", fetch.record, self._fetcher.record_bytes):
+            done = self._pool.insert(fetch.arrays, slot)
+            if self._timeline is not None:
+                jax.block_until_ready(done)
         self._table.put(fetch.record, slot)
         self._fetcher.inserted(fetch, done)
 

@@ -121,10 +121,10 @@ def test_no_step_takes_more_than_the_plan_says(tmp_path, monkeypatch, dtype):
     peaks = []
     launch = Executor._run
 
-    def measured(self: Executor, program: Any, *arguments: Any) -> Any:
+    def measured(self: Executor, program: Any, *arguments: Any, **options: Any) -> Any:
         live = sum(array.nbytes for array in jax.live_arrays()) - before
         peaks.append(live + sum(program_bytes(program)))
-        return launch(self, program, *arguments)
+        return launch(self, program, *arguments, **options)
 
     monkeypatch.setattr(Executor, "_run", measured)
     prompts = [np.random.default_rng(seed).integers(0, 1024, length).tolist() for seed, length in enumerate((1400, 30))]

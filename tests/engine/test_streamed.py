@@ -244,9 +244,9 @@ def test_no_moment_takes_more_than_the_plan_says(folder, monkeypatch, slots):
     peaks = []
     launch, insert = Executor._run, DevicePool.insert
 
-    def launched(self: Executor, program: Any, *arguments: Any) -> Any:
+    def launched(self: Executor, program: Any, *arguments: Any, **options: Any) -> Any:
         peaks.append(on_device() - before + sum(program_bytes(program)))
-        return launch(self, program, *arguments)
+        return launch(self, program, *arguments, **options)
 
     def inserted(self: DevicePool, *arguments: Any) -> Any:
         peaks.append(on_device() - before + sum(program_bytes(self._insert)))

@@ -19,6 +19,7 @@ from novalm_jax.experts.pools import DevicePool, HostPool, compile_insert
 from novalm_jax.experts.records import Record
 from novalm_jax.experts.slots import NOWHERE, SlotTable
 from novalm_jax.experts.streamer import Streamer
+from novalm_jax.timeline import Timeline
 
 SLOTS = 3
 
@@ -42,21 +43,25 @@ def check_step(streamer: Streamer, first: int) -> None:
         assert sorted(seen) == sorted(wanted)
 
 
-@pytest.mark.parametrize("host_slots", [0, 6])
-def test_an_interrupt_at_any_line_leaves_a_true_table_and_nothing_stuck(host_slots: int) -> None:
+@pytest.mark.parametrize(("host_slots", "recorded"), [(0, False), (6, False), (0, True)])
+def test_an_interrupt_at_any_line_leaves_a_true_table_and_nothing_stuck(host_slots: int, recorded: bool) -> None:
     threads = set(threading.enumerate())
     disk: Any = Disk()
     host = HostTier(HostPool(LAYOUT, 6), SlotTable(3, 8, 6), LRU(3, 8)) if host_slots else None
     pool = DevicePool(LAYOUT, SLOTS, compile_insert(LAYOUT, SLOTS))
-    streamer = Streamer(pool, SlotTable(3, 8, SLOTS), LRU(3, 8), Fetcher(disk, LAYOUT, host, Link()), 24)
+    timeline = Timeline() if recorded else None
+    fetcher = Fetcher(disk, LAYOUT, host, Link(), timeline)
+    streamer = Streamer(pool, SlotTable(3, 8, SLOTS), LRU(3, 8), fetcher, 24, timeline)
     check_step(streamer, 0)
     line = 0
     while True:
         line += 7 if line > 200 else 1
-        if not interrupted_at(line, lambda line=line: check_step(streamer, line % 8), "novalm_jax/experts"):
+        folder = "novalm_jax/" if recorded else "novalm_jax/experts"
+        if not interrupted_at(line, lambda line=line: check_step(streamer, line % 8), folder):
             break
         streamer.recover()
         check_step(streamer, (line + 3) % 8)
     assert line > 300
     streamer.close()
+    assert timeline is None or len(timeline.intervals("uploads")) == fetcher.uploads
     assert set(threading.enumerate()) == threads

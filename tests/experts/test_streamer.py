@@ -15,6 +15,8 @@ from novalm_jax.experts.policy import LRU
 from novalm_jax.experts.records import Record
 from novalm_jax.experts.slots import NOWHERE, SlotTable
 from novalm_jax.experts.streamer import Governor, Streamer
+from novalm_jax.timeline import Timeline
+from timeline_helpers import rows_of
 
 
 class Fetched:
@@ -92,10 +94,10 @@ class Slots:
 class Run:
     """A streamer with its surroundings, of 4 layers with 8 experts."""
 
-    def __init__(self, slots: int):
+    def __init__(self, slots: int, timeline: Timeline | None = None):
         self.pool: Any = Slots()
         self.fetcher: Any = Fetched()
-        self.streamer = Streamer(self.pool, SlotTable(4, 8, slots), LRU(4, 8), self.fetcher, 32)
+        self.streamer = Streamer(self.pool, SlotTable(4, 8, slots), LRU(4, 8), self.fetcher, 32, timeline)
 
     def layer(self, layer: int, experts: list[int], kept: list[int] | None = None) -> list[list[int]]:
         """The experts of each wave; every one lies in its slot while its wave is given."""
@@ -152,6 +154,18 @@ def test_experts_that_are_not_kept_pass_through_few_slots() -> None:
     run.layer(1, list(range(8)), kept=[6])
     assert run.streamer.evictions == 8
     assert run.resident() >= {Record(0, 2), Record(0, 3), Record(0, 4), Record(0, 5), Record(1, 6)}
+
+
+def test_a_timeline_shows_inserts_once_they_are_complete_and_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline, waited = Timeline(), []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    run = Run(slots=2, timeline=timeline)
+    run.layer(1, [5, 4, 3])
+    rows = rows_of(timeline.to_json())
+    inserts = [span["args"] for span in rows["inserts"]]
+    assert inserts == [{"layer": 1, "expert": expert, "bytes": 10} for expert in (5, 4, 3)] and len(waited) == 3
+    assert [span["args"] for span in rows["stalls"]] == [{"layer": 1, "missing": left} for left in (3, 2, 1)]
+    assert sum(span["dur"] for span in rows["stalls"]) <= run.streamer.stall_seconds * 1e6
 
 
 # --- prefetch --------------------------------------------------------------------------------------------------------
