@@ -326,3 +326,14 @@ def test_a_slower_link_takes_one_thing_after_another():
     assert link.arrival(500, begin=10.1) == 11.0
     assert link.arrival(500, begin=20.0) == 20.5
     assert Link().arrival(500, begin=10.0) == 10.0
+
+
+def test_a_timeline_shows_what_comes(folders, tmp_path):
+    with smallest(folders["llama"], timeline=tmp_path / "trace.json") as llm:
+        llm.generate([IDS[:5]], GREEDY)
+        report = llm.report()
+        timeline = llm.timeline
+    assert timeline is not None and timeline.written is not None
+    # One more may be under way when the report is taken, and none is left out at the end.
+    assert report.dense_uploads <= len(timeline.intervals("dense uploads")) == dense_of(llm).uploads
+    assert len(timeline.intervals("stalls")) >= report.dense_uploads - 1
