@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -27,8 +27,14 @@ from novalm_jax.experts.streamer import Streamer
 from novalm_jax.options import EngineOptions
 
 
-def start_executor(checkpoint: Checkpoint, placement: Placement, options: EngineOptions) -> Executor:
-    """Loads the weights to where the placement has room for them.
+def start_executor(
+    checkpoint: Checkpoint,
+    placement: Placement,
+    options: EngineOptions,
+    streamed: Callable[..., StreamedExecutor] = StreamedExecutor,
+) -> Executor:
+    """Loads the weights to where the placement has room for them; `streamed` makes the executor where that is not all
+    of the device.
 
     Raises:
       CheckpointError: a file cannot be read.
@@ -60,7 +66,7 @@ def start_executor(checkpoint: Checkpoint, placement: Placement, options: Engine
         streamer = Streamer(pool, table, policy(layers, experts), fetcher, count_records(checkpoint.config))
         dense_bytes = checkpoint.weights.nbytes - reader.nbytes
         lookahead = options.prefetch == "lookahead"
-        executor = StreamedExecutor(weights, programs, streamer, dense_bytes, placement.pass_chunks, lookahead)
+        executor = streamed(weights, programs, streamer, dense_bytes, placement.pass_chunks, lookahead)
         undo.pop_all()
         return executor
 

@@ -19,6 +19,7 @@ from novalm_jax.engine.functions import Decoded, DecodeStep, ModelWeights
 from novalm_jax.engine.programs import StreamedPrograms
 from novalm_jax.experts.streamer import Streamer
 from novalm_jax.models.decoder import Routed
+from novalm_jax.models.router import Routing
 
 TAIL = 32
 """Last tokens of a prompt whose experts are kept for what follows it."""
@@ -89,11 +90,20 @@ class StreamedExecutor(Executor):
                 attend = programs.attend_step(config, bucket)
                 x, self._caches[i] = self._run(attend, weights.dense, self._caches[i], x, step)
                 if isinstance(moe := config.feed_forward, MoEConfig):
+                    x = x._replace(routing=self._chosen(i, x.routing, active))
                     waves = self.streamer.waves(i, _most_wanted([x.routing], moe))
                     if self._lookahead:
                         self._look_ahead(i + 1, x.x, active)
                     (x,) = self._through_experts(i, [x], waves)
             return self._run(programs.head_of_step(bucket), self._outer, x)
+
+    def _chosen(self, layer: int, routing: Routing, active: np.ndarray) -> Routing:
+        """The experts that rows of a decode step use, those that are `active`; measurements replay others."""
+        return routing
+
+    def _predicted(self, layer: int, ids: np.ndarray) -> np.ndarray:
+        """The experts of the next layer that are prefetched for each row, `[t, k]`, as `_chosen`."""
+        return ids
 
     def _look_ahead(self, layer: int, x: jax.Array, active: np.ndarray) -> None:
         """Prefetches what the router of a layer would choose for the hidden state of the one before."""
@@ -103,7 +113,7 @@ class StreamedExecutor(Executor):
         routing = self._run(program, self._weights.layers[layer].dense, x)
         ids, weights = (np.asarray(part)[active] for part in routing)
         likely = weights >= CONFIDENT * weights.mean(axis=-1, keepdims=True)
-        ids = np.where(likely, ids, moe.num_experts)
+        ids = self._predicted(layer, np.where(likely, ids, moe.num_experts))
         self.streamer.prefetch(layer, _most_wanted([(ids, weights)], moe))
 
     def _through_layers(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, jax.Array] | None]:

@@ -74,6 +74,7 @@ class Fetcher:
       uploads: records that were copied to the device.
       record_bytes: bytes of a record.
       host_bytes: bytes of the host tier, or of the read buffers where there is none.
+      link: bytes a second that uploads take at least, to stand for a slower link; None for what there is.
     """
 
     def __init__(self, reader: RecordReader, layout: Weights, host: HostTier | None, link: float | None = None):
@@ -83,7 +84,7 @@ class Fetcher:
           reader: is closed with this.
           layout: the arrays of a record.
           host: the host tier, closed with this; None where there is none.
-          link: bytes a second that uploads take at least, to stand for a slower link; None for what there is.
+          link: as the attribute.
         """
         self.uploads = 0
         self.record_bytes = tree_bytes(layout)
@@ -92,7 +93,7 @@ class Fetcher:
         self._buffers = [new_record(layout) for _ in range(READERS + 1)] if host is None else []
         self._places = len(self._buffers) if host is None else len(host.table)
         self.host_bytes = self.record_bytes * self._places
-        self._link = link
+        self.link = link
         # The lock itself, and not its condition, is entered: an interrupt cannot come between taking and giving it.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -296,8 +297,8 @@ class Fetcher:
         begin = time.perf_counter()
         arrays = jax.tree.map(copy_to_device, self._memory(fetch))
         with self._lock:
-            if self._link is not None:
-                left = begin + self.record_bytes / self._link - time.perf_counter()
+            if (link := self.link) is not None:
+                left = begin + self.record_bytes / link - time.perf_counter()
                 self._changed.wait_for(self._stopped, timeout=max(left, 0.0))
             fetch.arrays = arrays
             fetch.stage = Stage.THERE
