@@ -153,7 +153,8 @@ def test_the_bench_says_what_does_not_fit(folder, memory, tmp_path, capsys) -> N
     np.savez(tmp_path / "small.npz", experts=recording(layers=2).experts)
     np.savez(tmp_path / "right.npz", experts=recording().experts)
     model = ["decode", str(folder), "--tokens", "4", "--dtype", "float32", "--max-batch", "1"]
-    small = [*model, "--context-length", "64", "--device-memory", str(memory), "--routing"]
+    model += ["--context-length", "64"]
+    small = [*model, "--device-memory", str(memory), "--routing"]
     for arguments, says in (
         ([*small, str(tmp_path / "small.npz")], "small.npz has 40 tokens in 2 layers"),
         ([*small, str(tmp_path / "gone.npz")], "gone.npz is no recorded routing"),
