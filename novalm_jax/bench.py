@@ -15,7 +15,7 @@ from typing import Any
 import tyro
 
 from novalm_jax.commands import run_command
-from novalm_jax.options import BenchOptions, EngineOptions, MakeModelOptions
+from novalm_jax.options import BenchOptions, EngineOptions, MakeModelOptions, RoutingOptions, SweepOptions
 
 _PROGRAM = "python -m novalm_jax.bench"
 
@@ -119,12 +119,35 @@ class DecodeCommand(_RunCommand):
 
     tokens: int = 64
     """Tokens to generate."""
+    routing: tyro.conf.OmitArgPrefixes[RoutingOptions] = field(default_factory=RoutingOptions)
 
 
 def _decode(command: DecodeCommand) -> None:
     from novalm_jax.benchmarks.running import measure_decode
 
-    figures = measure_decode(command.model, command.prompt_tokens, command.tokens, command.engine)
+    figures = measure_decode(command.model, command.prompt_tokens, command.tokens, command.engine, command.routing)
+    print(json.dumps(figures.to_dict()) if command.json else figures)
+
+
+@dataclass(frozen=True)
+class SweepCommand:
+    """Measure what is left of a resident model's speed: by slots, by speed of the link, and by prefetching."""
+
+    model: tyro.conf.Positional[str | None] = None
+    """Folder of a Hugging Face checkpoint, or the name (org/name) of one in the Hugging Face cache. None: the model in
+    this package."""
+    json: bool = False
+    """Write one JSON object in place of a table."""
+    debug: bool = False
+    """Show tracebacks."""
+    options: tyro.conf.OmitArgPrefixes[SweepOptions] = field(default_factory=SweepOptions)
+    routing: tyro.conf.OmitArgPrefixes[RoutingOptions] = field(default_factory=RoutingOptions)
+
+
+def _sweep(command: SweepCommand) -> None:
+    from novalm_jax.benchmarks.sweeping import measure_sweep
+
+    figures = measure_sweep(command.model, command.routing, command.options)
     print(json.dumps(figures.to_dict()) if command.json else figures)
 
 
@@ -134,6 +157,7 @@ _BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
     "make-model": (MakeModelCommand, _make_model),
     "prefill": (PrefillCommand, _prefill),
     "decode": (DecodeCommand, _decode),
+    "sweep": (SweepCommand, _sweep),
 }
 
 

@@ -150,8 +150,8 @@ def test_a_model_of_random_weights_has_the_shape_asked_for(tmp_path: Path, capsy
 def streamed(model: Path) -> list[str]:
     """Options with which as few experts as can be are on the device, and none on the host."""
     with pytest.raises(BudgetError) as caught:
-        LLM(model, device_memory=1000, dtype="float32", max_batch=1)
-    memory = ["--device-memory", str(caught.value.least_bytes), "--host-memory", "0"]
+        LLM(model, device_memory=1000, dtype="float32", max_batch=1, dense_weights="device")
+    memory = ["--device-memory", str(caught.value.least_bytes), "--host-memory", "0", "--dense-weights", "device"]
     return [*memory, "--dtype", "float32", "--max-batch", "1", "--prefetch", "off"]
 
 

@@ -6,16 +6,19 @@ A request of the same kind comes first and is not counted, so that programs are 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from novalm_jax.benchmarks.replaying import ReplayingLLM
+from novalm_jax.benchmarks.routing import read_routing
 from novalm_jax.engine.llm import LLM
 from novalm_jax.engine.report import Report
 from novalm_jax.errors import OptionError
-from novalm_jax.options import EngineOptions, SamplingParams
+from novalm_jax.options import EngineOptions, RoutingOptions, SamplingParams
 from novalm_jax.units import format_size
 
 _COUNTERS = (
@@ -23,12 +26,24 @@ _COUNTERS = (
     *("uploads", "bytes_uploaded", "disk_bytes_read", "stall_seconds", "launches"),
 )
 
+FIRST = 2
+"""Tokens that come with the prompt: the one after it, and that of the step which follows at once."""
+
+
+class Counted(NamedTuple):
+    """Seconds of a run, what `Report` counted meanwhile, by name, and everything at its end."""
+
+    seconds: float
+    counters: dict[str, float]
+    report: Report
+
 
 @dataclass(frozen=True)
 class RunFigures:
     """What was measured.
 
     Attributes:
+      routing: what was replayed.
       tokens, seconds: of the prompt ("prefill") or of what follows it ("decode").
       counters: what `Report` counted meanwhile, by name.
       report: everything, at the end.
@@ -37,6 +52,7 @@ class RunFigures:
     phase: str
     model: str | None
     dtype: str
+    routing: RoutingOptions
     tokens: int
     seconds: float
     counters: dict[str, float]
@@ -58,6 +74,10 @@ class RunFigures:
             ("model", f"{self.model or 'the one in this package'} ({self.dtype})"),
             ("experts", f"{where}, {report.experts_on_disk} on disk ({report.policy})"),
             ("device", f"{format_size(report.device_peak_bytes)} at the peak"),
+        ]
+        if routed := str(self.routing):
+            rows += [("routing", routed)]
+        rows += [
             (self.phase, f"{self.rate:.1f} tokens/s ({self.tokens} in {self.seconds:.2f} s)"),
         ]
         if needed := counted["expert_hits"] + counted["expert_misses"]:
@@ -80,52 +100,73 @@ def measure_prefill(model: str | Path | None, prompt_tokens: int, engine: Engine
     if prompt_tokens < 1:
         raise OptionError(f"prompt_tokens: {prompt_tokens} cannot be measured; give 1 or more.")
     with LLM(model, **asdict(engine)) as llm:
-        first, prompt = _prompts(llm, prompt_tokens)
+        first, prompt = random_prompts(llm, prompt_tokens)
         one = SamplingParams(temperature=0, max_tokens=1)
         llm.generate([first], one)
-        begin = _moment(llm)
+        count = _start_counting(llm)
         llm.generate([prompt], one)
-        return _figures("prefill", model, prompt_tokens, begin, _moment(llm), engine)
+        return _figures("prefill", model, prompt_tokens, count(), engine, RoutingOptions())
 
 
-def measure_decode(model: str | Path | None, prompt_tokens: int, tokens: int, engine: EngineOptions) -> RunFigures:
+def measure_decode(
+    model: str | Path | None, prompt_tokens: int, tokens: int, engine: EngineOptions, routing: RoutingOptions
+) -> RunFigures:
     """How fast tokens come after a prompt of random tokens: all but the first two.
 
     Raises:
-      OptionError: fewer than three tokens, or no prompt.
+      OptionError: fewer than three tokens, no prompt, or a recording that cannot be replayed.
       CheckpointError, ConfigError, BudgetError, RequestError: as `LLM`.
     """
-    if prompt_tokens < 1 or tokens < 3:
+    if prompt_tokens < 1 or tokens <= FIRST:
         raise OptionError(f"A prompt of {prompt_tokens} and {tokens} tokens after it cannot be measured; give 1 and 3.")
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    with LLM(model, **asdict(engine)) as llm:
-        first, prompt = _prompts(llm, prompt_tokens)
-        llm.generate([first], sampling)
-        stream = llm.stream(prompt, sampling)
-        # The prompt with its token, and a first step.
+    recorded = None if routing.routing is None else read_routing(routing.routing)
+    options = asdict(engine)
+    with LLM(model, **options) if recorded is None else ReplayingLLM(model, recorded, **options) as llm:
+        if isinstance(llm, ReplayingLLM):
+            llm.replaying.set_prefetch(engine.prefetch == "lookahead", routing.accuracy)
+        first, prompt = random_prompts(llm, prompt_tokens)
+        llm.generate([first], SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+        counted = count_decode(llm, prompt, FIRST, tokens - FIRST)
+        return _figures("decode", model, tokens - FIRST, counted, engine, routing)
+
+
+def count_decode(llm: LLM, prompt: list[int], before: int, tokens: int) -> Counted:
+    """Counts what happens while so many tokens come, after a prompt and at least `FIRST` tokens before."""
+    stream = llm.stream(prompt, SamplingParams(temperature=0, max_tokens=before + tokens, ignore_eos=True))
+    while stream.token_count < before:
         stream.advance()
-        begin, before = _moment(llm), stream.token_count
-        while stream.token_count < tokens:
-            stream.advance()
-        return _figures("decode", model, tokens - before, begin, _moment(llm), engine)
+    count = _start_counting(llm)
+    while stream.token_count < before + tokens:
+        stream.advance()
+    return count()
 
 
-_Moment = tuple[float, Report]
-
-
-def _moment(llm: LLM) -> _Moment:
-    return time.perf_counter(), llm.report()
-
-
-def _prompts(llm: LLM, tokens: int) -> list[list[int]]:
+def random_prompts(llm: LLM, tokens: int) -> list[list[int]]:
+    """Two prompts, the same ones each time."""
     drawn = np.random.default_rng(0).integers(0, llm.config.vocab_size, (2, tokens))
     prompts: list[list[int]] = drawn.tolist()
     return prompts
 
 
+def _start_counting(llm: LLM) -> Callable[[], Counted]:
+    """Counts from now until the call."""
+    before, begin = llm.report(), time.perf_counter()
+
+    def counted() -> Counted:
+        seconds, after = time.perf_counter() - begin, llm.report()
+        counters = {name: getattr(after, name) - getattr(before, name) for name in _COUNTERS}
+        return Counted(seconds, counters, after)
+
+    return counted
+
+
 def _figures(
-    phase: str, model: str | Path | None, tokens: int, begin: _Moment, end: _Moment, engine: EngineOptions
+    phase: str,
+    model: str | Path | None,
+    tokens: int,
+    counted: Counted,
+    engine: EngineOptions,
+    routing: RoutingOptions,
 ) -> RunFigures:
-    counters = {name: getattr(end[1], name) - getattr(begin[1], name) for name in _COUNTERS}
     name = None if model is None else str(model)
-    return RunFigures(phase, name, engine.dtype, tokens, end[0] - begin[0], counters, end[1])
+    return RunFigures(phase, name, engine.dtype, routing, tokens, *counted)

@@ -19,6 +19,7 @@ import numpy as np
 from novalm_jax.checkpoint.load import Checkpoint
 from novalm_jax.compat import CompileCounter, compilation_cache_folder, enable_compilation_cache
 from novalm_jax.engine.engine import Engine
+from novalm_jax.engine.executor import Executor
 from novalm_jax.engine.placement import place
 from novalm_jax.engine.report import Report
 from novalm_jax.engine.request import Completion, Request
@@ -74,9 +75,13 @@ class LLM:
         self._checkpoint = checkpoint
         self._placement = place(checkpoint, self.options)
         sampler = Sampler(self.options.max_batch, self.config.vocab_size)
-        self._executor = start_executor(checkpoint, self._placement, self.options, self.timeline)
+        self._executor = self._start()
         self._engine = Engine(self._executor, sampler)
         self._load_seconds = time.perf_counter() - start
+
+    def _start(self) -> Executor:
+        """Loads what runs the model; measurements have others."""
+        return start_executor(self._checkpoint, self._placement, self.options, self.timeline)
 
     @property
     def context_length(self) -> int:

@@ -115,14 +115,14 @@ def place(checkpoint: Checkpoint, options: EngineOptions) -> Placement:
     what = f"{name} in {options.dtype}, with {shortest}{context} tokens, for {requests} at a time"
     placement.plan.require(budgets.device, what, _advice(options, context))
     if placement.dense is not None:
-        counts = len(placement.dense.on_device), len(placement.dense.parts)
+        counts = len(placement.dense.in_turn), len(placement.dense.parts)
         _log.warning(
-            "%s: %d of %d parts of the dense weights stay on the device; the others come each step", name, *counts
+            "%s: %d of %d parts of the dense weights have no room on the device, and come in every step", name, *counts
         )
     if placement.slots:
         counts = placement.slots, count_records(config)
         _log.warning("%s: %d of %d experts have room in device_memory; the others come as needed", name, *counts)
-        if placement.dense is not None and options.prefetch != "off":
+        if placement.dense is not None and placement.dense.in_turn and options.prefetch != "off":
             _log.warning("prefetch: only of experts in layers whose dense weights stay on the device")
     elif placement.dense is None and options.link is not None:
         _log.warning("link: without effect, as %s is on the device as a whole", name)

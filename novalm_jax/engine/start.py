@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -33,9 +33,20 @@ from novalm_jax.timeline import Timeline
 
 
 def start_executor(
-    checkpoint: Checkpoint, placement: Placement, options: EngineOptions, timeline: Timeline | None
+    checkpoint: Checkpoint,
+    placement: Placement,
+    options: EngineOptions,
+    timeline: Timeline | None = None,
+    streamed: Callable[..., StreamedExecutor] = StreamedExecutor,
 ) -> Executor:
-    """Loads the weights to where the placement has room for them. A timeline shows what is done with them.
+    """Loads the weights to where the placement has room for them.
+
+    Args:
+      checkpoint: the model.
+      placement: of it.
+      options: how it is run.
+      timeline: shows what is done.
+      streamed: makes the executor where all dense weights are on the device, and not all experts.
 
     Raises:
       CheckpointError: a file cannot be read.
@@ -60,7 +71,7 @@ def start_executor(
     weights = weights._replace(layers=tuple(layer._replace(experts=None) for layer in weights.layers))
     bytes_read = sum(each.nbytes for each in checkpoint.weights.assignments if each.path in resident)
     streamer = _start_experts(checkpoint, placement, programs, options, link, timeline)
-    return StreamedExecutor(weights, programs, streamer, bytes_read, placement.pass_chunks, lookahead, timeline)
+    return streamed(weights, programs, streamer, bytes_read, placement.pass_chunks, lookahead, timeline)
 
 
 def _start_dense(

@@ -19,6 +19,7 @@ from novalm_jax.engine.functions import Decoded, DecodeStep, Leaves, ModelWeight
 from novalm_jax.engine.streamed_programs import StreamedPrograms
 from novalm_jax.experts.streamer import NoExperts, Streamer
 from novalm_jax.models.decoder import Routed
+from novalm_jax.models.router import Routing
 from novalm_jax.timeline import Timeline
 
 TAIL = 32
@@ -92,6 +93,7 @@ class StreamedExecutor(Executor):
                 dense, attend = self._dense(i, x), programs.attend_step(config, bucket)
                 x, self._caches[i] = self._run(attend, dense, self._caches[i], x, step, layer=i)
                 if isinstance(moe := config.feed_forward, MoEConfig):
+                    x = x._replace(routing=self._chosen(i, x.routing, active))
                     waves = self._experts.waves(i, _most_wanted([x.routing], moe))
                     if self._lookahead:
                         self._look_ahead(i + 1, x.x, active)
@@ -114,6 +116,14 @@ class StreamedExecutor(Executor):
         """Whether they stay on the device."""
         return True
 
+    def _chosen(self, layer: int, routing: Routing, active: np.ndarray) -> Routing:
+        """The experts that rows of a decode step use, those that are `active`; measurements replay others."""
+        return routing
+
+    def _predicted(self, layer: int, ids: np.ndarray) -> np.ndarray:
+        """The experts of the next layer that are prefetched for each row, `[t, k]`, as `_chosen`."""
+        return ids
+
     def _look_ahead(self, layer: int, x: jax.Array, active: np.ndarray) -> None:
         """Prefetches what the router of a layer would choose for the hidden state of the one before."""
         if layer == len(self._layers) or not self._resident(layer):
@@ -124,7 +134,7 @@ class StreamedExecutor(Executor):
         routing = self._run(program, self._dense(layer, x), x, layer=layer)
         ids, weights = (np.asarray(part)[active] for part in routing)
         likely = weights >= CONFIDENT * weights.mean(axis=-1, keepdims=True)
-        ids = np.where(likely, ids, moe.num_experts)
+        ids = self._predicted(layer, np.where(likely, ids, moe.num_experts))
         self._experts.prefetch(layer, _most_wanted([(ids, weights)], moe))
 
     def _through_layers(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, jax.Array] | None]:

@@ -76,6 +76,7 @@ class Fetcher:
       uploads: records that were copied to the device.
       record_bytes: bytes of a record.
       host_bytes: bytes of the host tier, or of the read buffers where there is none.
+      link: what uploads go over.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Fetcher:
         self._buffers = [new_record(layout) for _ in range(READERS + 1)] if host is None else []
         self._places = len(self._buffers) if host is None else len(host.table)
         self.host_bytes = self.record_bytes * self._places
-        self._link = link
+        self.link = link
         self._timeline = timeline
         # The lock itself, and not its condition, is entered: an interrupt cannot come between taking and giving it.
         self._lock = threading.RLock()
@@ -316,7 +317,7 @@ class Fetcher:
         """A copy of a record on the device, after the time that the link takes for it."""
         begin = time.perf_counter()
         arrays: Weights = jax.tree.map(copy_to_device, self._memory(fetch))
-        if (left := self._link.arrival(self.record_bytes, begin) - time.perf_counter()) > 0:
+        if (left := self.link.arrival(self.record_bytes, begin) - time.perf_counter()) > 0:
             with self._lock:
                 self._changed.wait_for(self._stopped, timeout=left)
         return arrays

@@ -65,6 +65,11 @@ class Streamer:
         return self._pool
 
     @property
+    def fetcher(self) -> Fetcher:
+        """What moves records."""
+        return self._fetcher
+
+    @property
     def broken(self) -> bool:
         """Whether an error ended the fetcher."""
         return self._fetcher.failed
