@@ -97,7 +97,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "pickled.npz": ({"experts": np.array([[["x"]]], object)}, "pickle"),
     "noise.npz": (b"PK\x03\x04" + bytes(50), "zip"),
     "plain.npz": (np.zeros(3), ""),
-    "columns.csv": (b"turn,phase,step,layer,slot\n0,1,0,0,0\n", "'expert'"),
+    "columns.csv": (b"turn,phase,step,layer,slot\n0,1,0,0,0\n", "no column expert"),
     "short.csv": (b"turn,phase,step,layer,slot,expert\n0,1,0,0,0\n", "NoneType"),
     "words.csv": (b"turn,phase,step,layer,slot,expert\n0,1,0,0,zero,1\n", "zero"),
     "bytes.csv": (b"\xff\xfe", "utf-8"),

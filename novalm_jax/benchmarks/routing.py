@@ -86,6 +86,8 @@ def _read_arrays(path: Path) -> np.ndarray:
 def _read_table(path: Path) -> np.ndarray:
     with path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(line for line in file if not line.startswith("#"))
+        if missing := [name for name in _COLUMNS if name not in (rows.fieldnames or ())]:
+            raise ValueError(f"it has no column {missing[0]}")
         table = np.array([[int(row[name]) for name in _COLUMNS] for row in rows]).reshape(-1, len(_COLUMNS))
     decode = table[table[:, 1] == _DECODE]
     expert = decode[:, 5]
