@@ -135,16 +135,26 @@ def pinned_array(shape: tuple[int, ...], dtype: np.dtype) -> tuple[jax.Array, np
     return array, np.frombuffer(memory, dtype).reshape(shape)
 
 
-def copy_to_device(array: np.ndarray) -> jax.Array:
+def copy_to_device(array: np.ndarray, memory: np.ndarray | None = None) -> jax.Array:
     """A copy on the default device, complete on return: what becomes of `array` after that does not matter.
 
-    On the CPU `device_put` would take over its memory instead.
+    On the CPU `device_put` would take over its memory instead, if it is aligned. So the copy is made in `memory`, where
+    that is given, which nobody may touch while the copy is needed: new memory for it costs more than the copy.
     """
     import jax
 
-    if jax.default_backend() == "cpu":
-        array = array.copy()
+    if device_shares_memory():
+        copy = np.empty_like(array) if memory is None else memory
+        np.copyto(copy, array)
+        array = copy
     return jax.device_put(array).block_until_ready()
+
+
+def device_shares_memory() -> bool:
+    """Whether the default device computes in the host's own memory, as the CPU does."""
+    import jax
+
+    return jax.default_backend() == "cpu"
 
 
 def device_bytes(device: jax.Device) -> int | None:

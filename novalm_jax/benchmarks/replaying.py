@@ -20,6 +20,7 @@ from novalm_jax.engine.llm import LLM
 from novalm_jax.engine.start import start_executor
 from novalm_jax.engine.streamed import StreamedExecutor
 from novalm_jax.errors import OptionError
+from novalm_jax.experts.governor import Governor
 from novalm_jax.experts.records import moe_layers
 from novalm_jax.models.router import Routing
 
@@ -56,6 +57,7 @@ class ReplayingExecutor(StreamedExecutor):
     def set_prefetch(self, on: bool, accuracy: float | None) -> None:
         """Whether experts are prefetched from now on, and how well they are predicted."""
         self._lookahead, self.accuracy = on, accuracy
+        self._experts.governor = Governor()
 
     def set_link(self, rate: float | None) -> None:
         """Bytes a second that uploads take at least from now on; None for what there is."""

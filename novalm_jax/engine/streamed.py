@@ -6,6 +6,7 @@ layer, so that an expert comes once for all of them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -87,6 +88,7 @@ class StreamedExecutor(Executor):
         programs = self.programs
         active = step.positions >= 0
         self.streamer.next_step()
+        begin = time.perf_counter()
         with self._experts_in_use():
             x = self._embed_step(step)
             for i, config in enumerate(self._layers):
@@ -95,10 +97,12 @@ class StreamedExecutor(Executor):
                 if isinstance(moe := config.feed_forward, MoEConfig):
                     x = x._replace(routing=self._chosen(i, x.routing, active))
                     waves = self._experts.waves(i, _most_wanted([x.routing], moe))
-                    if self._lookahead:
+                    if self._lookahead and self._experts.governor.allows:
                         self._look_ahead(i + 1, x.x, active)
                     (x,) = self._through_experts(i, dense, [x], waves)
-            return self._head_of_step(x)
+            decoded = self._head_of_step(x)
+        self.streamer.decoded(time.perf_counter() - begin)
+        return decoded
 
     def _embed_step(self, step: DecodeStep) -> jax.Array:
         """The tokens of a decode step: `[b, 1, d]`."""

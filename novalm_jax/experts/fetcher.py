@@ -18,7 +18,7 @@ from enum import Enum, auto
 import jax
 import numpy as np
 
-from novalm_jax.compat import copy_to_device
+from novalm_jax.compat import copy_to_device, device_shares_memory
 from novalm_jax.errors import EngineError
 from novalm_jax.experts.host_tier import HostTier
 from novalm_jax.experts.link import Link
@@ -58,6 +58,7 @@ class Fetch:
       urgent: whether something waits for it; otherwise it may turn out to be wanted.
       stage: how far it has come.
       place: its slot of the host tier, or the number of its read buffer, while it is in memory.
+      copy: which of the copies on the device it is, while it is one.
       arrays: the record on the device, once it is there.
     """
 
@@ -66,6 +67,7 @@ class Fetch:
     urgent: bool
     stage: Stage = Stage.WANTED
     place: int = NOWHERE
+    copy: int = NOWHERE
     arrays: Weights | None = None
 
 
@@ -111,7 +113,9 @@ class Fetcher:
         # The one truth about what is where: an interrupt can come between any two instructions of the compute thread,
         # and must find nothing between two places.
         self._under_way: dict[Record, Fetch] = {}
-        self._settling: list[jax.Array] = []
+        # Copies that go into a slot, until they are there, and their numbers.
+        self._settling: list[tuple[jax.Array, int]] = []
+        self._copies = [new_record(layout) if device_shares_memory() else None for _ in range(IN_FLIGHT)]
         self._error: BaseException | None = None
         self._closed = False
         targets: list[Callable[[], None]] = [self._read_next] * READERS + [self._upload_next]
@@ -168,7 +172,7 @@ class Fetcher:
     def inserted(self, fetch: Fetch, done: jax.Array) -> None:
         """The arrays of a fetch go into a slot, which is complete once `done` is there; they are let go of."""
         with self._lock:
-            self._settling.append(done)
+            self._settling.append((done, fetch.copy))
             self._let_go(fetch)
 
     def dropped(self, fetch: Fetch) -> None:
@@ -205,7 +209,7 @@ class Fetcher:
             self._host.close()
         for fetch in self._under_way.values():
             fetch.arrays = None
-        for held in (self._under_way, self._settling, self._buffers):
+        for held in (self._under_way, self._settling, self._buffers, self._copies):
             held.clear()
 
     def _let_go(self, fetch: Fetch) -> None:
@@ -299,9 +303,11 @@ class Fetcher:
                 if fetch.stage is not Stage.IN_MEMORY:
                     self._changed.notify_all()
                     return
+                in_use = self._copies_in_use()
+                fetch.copy = next(copy for copy in range(IN_FLIGHT) if copy not in in_use)
                 fetch.stage = Stage.UPLOADING
         if fetch is None:
-            jax.block_until_ready(settling)
+            jax.block_until_ready([done for done, _ in settling])
             with self._lock:
                 del self._settling[: len(settling)]
             return
@@ -316,12 +322,17 @@ class Fetcher:
     def _copied(self, fetch: Fetch) -> Weights:
         """A copy of a record on the device, after the time that the link takes for it."""
         begin = time.perf_counter()
-        arrays: Weights = jax.tree.map(copy_to_device, self._memory(fetch))
+        memory = self._copies[fetch.copy]
+        to = (memory,) if memory is not None else ()
+        arrays: Weights = jax.tree.map(copy_to_device, self._memory(fetch), *to)
         if (left := self.link.arrival(self.record_bytes, begin) - time.perf_counter()) > 0:
             with self._lock:
                 self._changed.wait_for(self._stopped, timeout=left)
         return arrays
 
     def _to_upload(self) -> Fetch | None:
-        copies = sum(fetch.stage in _HOLDS_COPY for fetch in self._under_way.values()) + len(self._settling)
-        return self._next(Stage.IN_MEMORY, IN_FLIGHT - copies)
+        return self._next(Stage.IN_MEMORY, IN_FLIGHT - len(self._copies_in_use()))
+
+    def _copies_in_use(self) -> set[int]:
+        held = {fetch.copy for fetch in self._under_way.values() if fetch.stage in _HOLDS_COPY}
+        return held | {copy for _, copy in self._settling}

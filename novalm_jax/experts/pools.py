@@ -52,6 +52,10 @@ class DevicePool:
         self.arrays, done = self._insert(self.arrays, record, np.int32(slot))
         return done
 
+    def settle(self) -> None:
+        """Returns once all that was put into slots is there."""
+        jax.block_until_ready(self.arrays)
+
     @property
     def lost(self) -> bool:
         """Whether the slots are gone, because an interrupt came just after they were given to a program."""

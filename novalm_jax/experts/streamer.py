@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from novalm_jax.experts.fetcher import Fetch, Fetcher
+from novalm_jax.experts.governor import Governor
 from novalm_jax.experts.policy import Policy
 from novalm_jax.experts.pools import DevicePool
 from novalm_jax.experts.records import Record, record_span
@@ -32,6 +33,7 @@ class Streamer:
       prefetch_wasted: records that came as a prefetch and were not needed by the layer they came for, or came too late.
       evictions: records that left a slot for another one.
       stall_seconds: how long computing waited for records.
+      governor: says whether prefetching helps.
     """
 
     def __init__(
@@ -52,10 +54,13 @@ class Streamer:
         # Threads of a model that nobody closed would keep its memory for ever.
         self._end_threads = weakref.finalize(self, fetcher.close)
         self._step = 0
-        # What is on its way, and what has come of it and was not needed yet: all for one layer.
+        # The layer that is prefetched for, until it says what it needs; what is on its way, what has come, and what was
+        # there already of what it may need.
+        self._awaited = NOWHERE
         self._ahead: dict[Record, Fetch] = {}
         self._prefetched: set[Record] = set()
-        self._governor = Governor()
+        self._predicted: set[Record] = set()
+        self.governor = Governor()
         self.hits = self.misses = self.prefetch_hits = self.prefetch_wasted = self.evictions = 0
         self.stall_seconds = 0.0
 
@@ -98,6 +103,10 @@ class Streamer:
         """A step of the model begins."""
         self._step += 1
 
+    def decoded(self, seconds: float) -> None:
+        """A decode step has taken so long."""
+        self.governor.took(seconds)
+
     def waves(self, layer: int, experts: Sequence[int], kept: Collection[int] | None = None) -> Iterator[np.ndarray]:
         """Brings experts of a layer to the device, those that are there first.
 
@@ -114,12 +123,15 @@ class Streamer:
         """
         needed = [Record(layer, expert) for expert in experts]
         kept = set(experts if kept is None else kept)
+        if self._awaited != layer:
+            self._awaited = NOWHERE
         self._absorb(layer, needed)
         self._policy.use(self._step, layer, np.array(sorted(kept.intersection(experts)), np.int64))
         slots = {record: self._table.find(record) for record in needed}
         there = {record: slot for record, slot in slots.items() if slot != NOWHERE}
         missing = [self._fetcher.fetch(record, self._step, True) for record in needed if record not in there]
         self._count(layer, there, missing)
+        self._forget()
         return self._arrivals(layer, there, missing, kept)
 
     def _arrivals(
@@ -140,14 +152,18 @@ class Streamer:
                 wave[fetch.record] = slot
             yield self._wave(wave)
             free += [slot for record, slot in wave.items() if record.expert not in kept]
+        # What came for the next layer meanwhile makes room for more of it.
+        self._absorb(layer, ())
 
     def prefetch(self, layer: int, experts: Sequence[int]) -> None:
         """Experts that a layer may need next: fetched where nothing urgent waits, the first ones first. Prefetches for
         other layers that nobody has begun with are forgotten."""
         self._forget()
-        if self._governor.allows():
+        if self.governor.allows:
             wanted = [Record(layer, expert) for expert in experts]
             absent = [record for record in wanted if self._table.find(record) == NOWHERE]
+            self._awaited = layer
+            self._predicted = set(wanted).difference(absent)
             self._ahead |= {record: self._fetcher.fetch(record, self._step, False) for record in absent}
 
     def recover(self) -> None:
@@ -157,6 +173,8 @@ class Streamer:
             self._table.clear_all()
             self._prefetched.clear()
             self._pool.renew()
+        self._awaited = NOWHERE
+        self._predicted.clear()
         self._ahead = {fetch.record: fetch for fetch in self._fetcher.calm_down()}
         self._forget()
 
@@ -171,23 +189,25 @@ class Streamer:
         self._ahead = {fetch.record: fetch for fetch in self._fetcher.forget(self._ahead.values())}
 
     def _absorb(self, layer: int, needed: Collection[Record]) -> None:
-        """Prefetches that have arrived go into slots, but not of what is needed now. Those of a layer that has passed
-        came too late."""
+        """Prefetches that have arrived go into slots, but not of what is needed now. Those of a layer that knows by now
+        what it needs came too late."""
         for fetch in self._fetcher.arrived(self._ahead.values(), wait=False):
             record = fetch.record
             busy = {self._table.find(other) for other in {*needed, *self._prefetched}} - {NOWHERE}
-            slot = self._make_room(layer, busy) if record.layer == layer else self._table.empty_slot()
+            on_time = record.layer == self._awaited
+            slot = self._make_room(layer, busy) if on_time else self._table.empty_slot()
             del self._ahead[record]
             if self._table.find(record) != NOWHERE:
-                # An interrupt came between its slot and the word of it.
+                # An interrupt came between its slot and the word of it, and the copy may still be read.
+                self._pool.settle()
                 self._fetcher.dropped(fetch)
                 continue
             if slot is None:
                 self._fetcher.dropped(fetch)
             else:
                 self._insert(fetch, slot)
-            if slot is None or record.layer != layer:
-                self._wasted(1)
+            if slot is None or not on_time:
+                self.prefetch_wasted += 1
             else:
                 self._prefetched.add(record)
 
@@ -203,7 +223,7 @@ class Streamer:
         slot = self._table.empty_slot()
         if slot is not None:
             return slot
-        spared = {self._table.find(record) for record in self._prefetched} - {NOWHERE}
+        spared = {self._table.find(record) for record in (*self._prefetched, *self._predicted)} - {NOWHERE}
         slots, layers, experts = self._table.listed(but={*busy, *spared})
         if not len(slots):
             slots, layers, experts = self._table.listed(but=set(busy))
@@ -234,14 +254,11 @@ class Streamer:
         self.misses += len(missing)
         useful = self._prefetched.intersection(there)
         self.prefetch_hits += len(useful)
-        self._governor.saw(useful=len(useful))
-        self._wasted(len(self._prefetched) - len(useful))
+        self.prefetch_wasted += len(self._prefetched) - len(useful)
         self._prefetched.clear()
+        self._predicted.clear()
+        self._awaited = NOWHERE
         self._ahead = {record: fetch for record, fetch in self._ahead.items() if not fetch.urgent}
-
-    def _wasted(self, count: int) -> None:
-        self.prefetch_wasted += count
-        self._governor.saw(wasted=count)
 
     def _wave(self, slots: Mapping[Record, int]) -> np.ndarray:
         wave = np.full(self._table.table.shape[1], NOWHERE, np.int32)
@@ -262,39 +279,11 @@ class NoExperts:
     def next_step(self) -> None:
         """As in `Streamer`."""
 
+    def decoded(self, seconds: float) -> None:
+        """As in `Streamer`."""
+
     def recover(self) -> None:
         """As in `Streamer`."""
 
     def close(self) -> None:
         """As in `Streamer`."""
-
-
-class Governor:
-    """Switches prefetching off for a while where less than half of what came was needed.
-
-    On a link that demand keeps busy a prefetch that is not needed takes as long as one that is spares.
-    """
-
-    def __init__(self) -> None:
-        self._useful = self._wasted = 0
-        self._pause = 0
-
-    def saw(self, useful: int = 0, wasted: int = 0) -> None:
-        """What became of prefetches."""
-        self._useful += useful
-        self._wasted += wasted
-        if self._useful + self._wasted >= _JUDGED:
-            self._pause = _PAUSE if self._wasted > self._useful else 0
-            self._useful = self._wasted = 0
-
-    def allows(self) -> bool:
-        """Whether to prefetch now."""
-        self._pause = max(self._pause - 1, 0)
-        return self._pause == 0
-
-
-_JUDGED = 64
-"""Prefetches that are judged together."""
-
-_PAUSE = 256
-"""Layers without a prefetch after that."""

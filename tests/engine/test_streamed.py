@@ -147,8 +147,8 @@ def test_delays_anywhere_change_nothing(folder, expected, monkeypatch, seed):
 def test_memory_that_was_given_back_does_not_matter(folder, expected, monkeypatch):
     """Read buffers are overwritten as soon as they are free for something else."""
 
-    def spoiling(array: np.ndarray) -> jax.Array:
-        copy = copy_to_device(array)
+    def spoiling(array: np.ndarray, *memory: np.ndarray) -> jax.Array:
+        copy = copy_to_device(array, *memory)
         array.view(np.uint8)[...] = 0xFF
         return copy
 
@@ -195,7 +195,7 @@ def _evicted_in_use(monkeypatch) -> None:
 def _handed_over_early(monkeypatch) -> None:
     """The device's array is the read buffer itself, into which the next record goes."""
 
-    def shared(array: np.ndarray) -> jax.Array:
+    def shared(array: np.ndarray, *memory: np.ndarray) -> jax.Array:
         handed = jax.device_put(array)
         array.view(np.uint8)[...] = 0xFF
         return handed
@@ -357,7 +357,7 @@ def test_a_model_that_nobody_closes_leaves_no_threads(folder):
 def test_an_upload_that_fails_ends_everything(folder, monkeypatch):
     llm = with_slots(folder, 12, dtype="float32", host_memory=0, **OPTIONS)
 
-    def fail(array: np.ndarray) -> jax.Array:
+    def fail(array: np.ndarray, *memory: np.ndarray) -> jax.Array:
         raise MemoryError("no room on the device")
 
     monkeypatch.setattr(fetcher_module, "copy_to_device", fail)

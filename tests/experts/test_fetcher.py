@@ -223,7 +223,7 @@ def test_closing_ends_every_wait(make: Callable[..., Fetcher], disk: Disk) -> No
 
 
 def test_an_upload_that_fails_wakes_everyone(make: Callable[..., Fetcher], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(array: np.ndarray) -> jax.Array:
+    def fail(array: np.ndarray, *memory: np.ndarray) -> jax.Array:
         raise MemoryError("no room")
 
     monkeypatch.setattr(fetcher_module, "copy_to_device", fail)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from novalm_jax.experts import streamer as streamer_module
 from novalm_jax.experts.fetcher import Fetch
+from novalm_jax.experts.governor import TERM, TRIAL, Governor
 from novalm_jax.experts.policy import LRU
 from novalm_jax.experts.records import Record
 from novalm_jax.experts.slots import NOWHERE, SlotTable
-from novalm_jax.experts.streamer import Governor, Streamer
+from novalm_jax.experts.streamer import Streamer
 from novalm_jax.timeline import Timeline
 from timeline_helpers import rows_of
 
@@ -82,6 +81,9 @@ class Slots:
     def insert(self, record: Any, slot: int) -> Any:
         self.content[slot] = record
         return jax.numpy.zeros(())
+
+    def settle(self) -> None:
+        pass
 
     @property
     def lost(self) -> bool:
@@ -226,12 +228,35 @@ def test_a_prefetch_that_was_wrong_is_spared_no_longer_than_for_its_layer() -> N
 
 def test_a_prefetch_that_comes_too_late_takes_an_empty_slot_or_none() -> None:
     run = Run(slots=3)
-    run.streamer.prefetch(1, [4, 5])
     run.layer(0, [0, 1])
+    run.streamer.prefetch(1, [4, 5])
     run.fetcher.arrive(Record(1, 4), Record(1, 5))
     run.layer(2, [])
     assert run.resident() == {Record(0, 0), Record(0, 1), Record(1, 4)}
     assert run.fetcher.dropped_records == [Record(1, 5)] and run.streamer.prefetch_wasted == 2
+
+
+def test_prefetches_that_come_while_a_layer_computes_make_room_for_more() -> None:
+    run = Run(slots=3)
+    waves = run.streamer.waves(0, [0, 1])
+    run.streamer.prefetch(1, [4, 5])
+    next(waves)
+    run.fetcher.arrive(Record(1, 4))
+    assert Record(1, 4) not in run.resident()
+    list(waves)
+    assert Record(1, 4) in run.resident() and Record(1, 4) not in run.fetcher.wanted
+    assert run.layer(1, [4]) == [[4]]
+    assert (run.streamer.prefetch_hits, run.streamer.misses) == (1, 2)
+
+
+def test_what_the_next_layer_may_need_and_has_is_evicted_last() -> None:
+    run = Run(slots=3)
+    run.layer(1, [4])
+    run.layer(0, [0, 1])
+    run.streamer.prefetch(1, [4, 5])
+    run.fetcher.arrive(Record(1, 5))
+    assert run.layer(1, [4, 5]) == [[4, 5]]
+    assert run.streamer.prefetch_hits == 1
 
 
 def test_the_same_record_may_be_wanted_ahead_again_and_again() -> None:
@@ -292,30 +317,40 @@ def test_slots_that_were_lost_are_empty() -> None:
 # --- the governor ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def quick_judgement(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(streamer_module, "_JUDGED", 4)
-    monkeypatch.setattr(streamer_module, "_PAUSE", 3)
-    yield
-
-
-def test_the_governor_pauses_where_most_is_wasted(quick_judgement: None) -> None:
-    governor = Governor()
-    governor.saw(useful=2)
-    governor.saw(wasted=2)
-    assert governor.allows()
-    governor.saw(useful=1, wasted=3)
-    assert [governor.allows() for _ in range(4)] == [False, False, True, True]
-
-
-def test_a_paused_streamer_asks_for_nothing_ahead(quick_judgement: None) -> None:
+def test_a_streamer_whose_governor_says_no_asks_for_nothing_ahead() -> None:
     run = Run(slots=4)
-    for _ in range(2):
-        run.streamer.prefetch(1, [4, 5])
-        run.fetcher.arrive(Record(1, 4), Record(1, 5))
-        run.layer(1, [0, 1])
-        run.layer(0, [0, 1, 2, 3])
-    assert run.streamer.prefetch_wasted == 4
-    asked = len(run.fetcher.asked)
+    run.streamer.decoded(2.0)
+    assert not run.streamer.governor.allows
     run.streamer.prefetch(1, [6])
-    assert len(run.fetcher.asked) == asked
+    assert run.fetcher.asked == []
+    run.streamer.decoded(1.0)
+    run.streamer.prefetch(1, [6])
+    assert run.fetcher.asked == [(Record(1, 6), False)]
+
+
+def test_prefetches_that_nobody_needed_are_forgotten_without_further_ones() -> None:
+    run = Run(slots=4)
+    run.streamer.prefetch(1, [4, 5])
+    run.layer(1, [5])
+    assert Record(1, 4) not in run.fetcher.wanted
+
+
+@pytest.mark.parametrize(("quicker", "term"), [(True, True), (False, False)])
+def test_the_governor_keeps_what_was_quicker_until_the_next_trial(quicker: bool, term: bool) -> None:
+    governor = Governor()
+
+    def trial() -> list[bool]:
+        allowed = []
+        for _ in range(TRIAL):
+            allowed.append(governor.allows)
+            slow = governor.allows != quicker
+            # One step in a trial takes far longer than others, which says nothing.
+            governor.took(50.0 if len(allowed) == 5 else 2.0 if slow else 1.0)
+        return allowed
+
+    assert trial() == [True, False] * (TRIAL // 2)
+    for _ in range(TERM):
+        assert governor.allows == term
+        governor.took(1.0)
+    assert trial() == [True, False] * (TRIAL // 2)
+    assert governor.allows == term
