@@ -17,7 +17,7 @@ Track = Literal["disk reads", "uploads", "dense uploads", "inserts", "compute", 
 """What spans belong to, in the order in which it is shown."""
 
 MOST_EVENTS = 250_000
-"""Spans that are kept, each some 400 bytes; 30 MB of JSON."""
+"""Spans that are kept, each of some 500 bytes; all of them are 40 MB of JSON."""
 
 _NOTHING = nullcontext()
 # Perfetto takes the thread that has the number of its process for the main one.
