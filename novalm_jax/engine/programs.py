@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import jax
@@ -42,6 +42,24 @@ class Shapes:
     dtype: np.dtype
 
 
+_Find = Callable[..., jax.stages.Compiled]
+
+
+def looked_up(method: _Find) -> _Find:
+    """Finds a program that was asked for before by the identity of what it is for: to hash a configuration takes longer
+    than to run a small program."""
+
+    @wraps(method)
+    def find(self: Programs, *arguments: Any) -> jax.stages.Compiled:
+        key = (method.__name__, *[each if isinstance(each, int) else id(each) for each in arguments])
+        program = self._found.get(key)
+        if program is None:
+            program = self._found[key] = method(self, *arguments)
+        return program
+
+    return find
+
+
 class Programs:
     """Compiled programs, made when first asked for, from shapes alone: no weights are needed to know their cost.
 
@@ -60,34 +78,42 @@ class Programs:
             cache_shape(layer.attention, shapes.rows, shapes.capacity, shapes.dtype) for layer in self.config.layers
         )
         self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
+        # By identity; the configurations are held by the model's.
+        self._found: dict[tuple[object, ...], jax.stages.Compiled] = {}
         self._workspace: dict[tuple[Any, ...], int] = {}
         self._routed_shapes: dict[tuple[LayerConfig, int], Any] = {}
 
+    @looked_up
     def embed(self, tokens: int) -> jax.stages.Compiled:
         """(outer, int32 `[t]`) -> `[1, t, d]`."""
         return self._get(("embed", tokens), self._functions.embed, (self._weights.outer,), (int_shape(tokens),))
 
+    @looked_up
     def head(self, tokens: int) -> jax.stages.Compiled:
         """(outer, x `[1, t, d]`, int32 index) -> `Decoded` of that token, on equal rows."""
         live = (self._hidden(tokens), int_shape())
         return self._get(("head", tokens), self._functions.head, (self._weights.outer,), live)
 
+    @looked_up
     def head_of_block(self, tokens: int) -> jax.stages.Compiled:
         """(outer, x `[1, t, d]`, int32 start) -> float32 logits `[HEAD_BLOCK, v]`."""
         live = (self._hidden(tokens), int_shape())
         return self._get(("head_of_block", tokens), self._functions.head_of_block, (self._weights.outer,), live)
 
+    @looked_up
     def attend(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
         """(dense, cache, x, `PrefillChunk`) -> (`Routed` or x, cache); the cache is donated."""
         held, live = self._attend_arguments(config, tokens)
         return self._get(("attend", config, tokens), partial(self._functions.attend, config), held, live, donate=(1,))
 
+    @looked_up
     def experts(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
         """(dense, experts, `Routed`) -> x `[1, t, d]`."""
         weights, live = self._layer_weights(config), (self._routed(config, tokens),)
         function = partial(self._functions.experts, config)
         return self._get(("experts", config, tokens), function, (weights.dense, weights.experts), live)
 
+    @looked_up
     def decode(self, rows: int) -> jax.stages.Compiled:
         """(`ModelWeights`, caches, `DecodeStep`) -> (`Decoded`, caches); the caches are donated."""
         live = (DecodeStep(*[int_shape(rows)] * 4),)

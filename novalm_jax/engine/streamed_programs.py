@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from novalm_jax.compat import program_bytes
 from novalm_jax.config import LayerConfig, MoEConfig
 from novalm_jax.engine.functions import DECODE_ROWS, HEAD_BLOCK, PREFILL_ROWS, DecodeStep, Structure
-from novalm_jax.engine.programs import Programs, Shapes, decode_rows, int_shape, prefill_rows
+from novalm_jax.engine.programs import Programs, Shapes, decode_rows, int_shape, looked_up, prefill_rows
 from novalm_jax.experts.dense import DensePlan
 from novalm_jax.experts.fetcher import IN_FLIGHT
 from novalm_jax.experts.pools import compile_insert, pool_shapes
@@ -39,39 +39,46 @@ class StreamedPrograms(Programs):
             self.layout = record_layout(model)
             self._pool = pool_shapes(self.layout, slots)
 
+    @looked_up
     def embed_step(self, rows: int) -> jax.stages.Compiled:
         """(outer, int32 `[b]`) -> x `[b, 1, d]`."""
         return self._get(("embed step", rows), self._functions.embed_step, (self._weights.outer,), (int_shape(rows),))
 
+    @looked_up
     def attend_step(self, config: LayerConfig, rows: int) -> jax.stages.Compiled:
         """(dense, cache, x, `DecodeStep`) -> (`Routed` or x, cache); the cache is donated."""
         held, live = self._attend_step_arguments(config, rows)
         function = partial(self._functions.attend_step, config)
         return self._get(("attend step", config, rows), function, held, live, donate=(1,))
 
+    @looked_up
     def lookahead(self, config: LayerConfig, rows: int) -> jax.stages.Compiled:
         """(dense, x `[b, 1, d]`) -> the `Routing` that this layer would choose for it."""
         held, live = (self._layer_weights(config).dense,), (self._step_hidden(rows),)
         return self._get(("lookahead", config, rows), partial(self._functions.lookahead, config), held, live)
 
+    @looked_up
     def first_wave(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
         """(pool, `Routed`, slots) -> products; `tokens` are those of a prefill chunk, or the rows of a decode step."""
         live = (self._routed(config, tokens), self._wave_slots(config))
         function = partial(self._functions.first_wave, config)
         return self._get(("first wave", config, tokens), function, (self._pool,), live)
 
+    @looked_up
     def wave(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
         """(pool, products, `Routed`, slots) -> products; the ones before are donated."""
         live = (self._products(config, tokens), self._routed(config, tokens), self._wave_slots(config))
         function = partial(self._functions.wave, config)
         return self._get(("wave", config, tokens), function, (self._pool,), live, donate=(1,))
 
+    @looked_up
     def combine(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
         """(dense, `Routed`, products) -> x."""
         live = (self._routed(config, tokens), self._products(config, tokens))
         function = partial(self._functions.combine, config)
         return self._get(("combine", config, tokens), function, (self._layer_weights(config).dense,), live)
 
+    @looked_up
     def head_of_step(self, rows: int) -> jax.stages.Compiled:
         """(outer, x `[b, 1, d]`) -> `Decoded`."""
         live = (self._step_hidden(rows),)
@@ -173,31 +180,37 @@ class DenseStreamedPrograms(StreamedPrograms):
         self._block = jax.ShapeDtypeStruct((end - first, width), self._dtype)
         self._blocks = len(dense.parts) - len(self.config.layers)
 
+    @looked_up
     def embed_rows(self, b: int, t: int) -> jax.stages.Compiled:
         """(rows of the embedding `[b, t, d]`,) -> x `[b, t, d]`."""
         live = (jax.ShapeDtypeStruct((b, t, self.config.hidden_size), self._dtype),)
         name = "embed rows" if b == 1 else "embed rows of step"
         return self._get((name, b * t), self._functions.embed_rows, (), live)
 
+    @looked_up
     def normed(self, tokens: int) -> jax.stages.Compiled:
         """(ends, x `[1, t, d]`, int32 index) -> h of that token, on equal rows."""
         live = (self._hidden(tokens), int_shape())
         return self._get(("normed", tokens), self._functions.normed, (self._ends,), live)
 
+    @looked_up
     def normed_tokens(self, tokens: int) -> jax.stages.Compiled:
         """(ends, x `[1, t, d]`, int32 start) -> h `[HEAD_BLOCK, d]`."""
         live = (self._hidden(tokens), int_shape())
         return self._get(("normed tokens", tokens), self._functions.normed_tokens, (self._ends,), live)
 
+    @looked_up
     def normed_step(self, rows: int) -> jax.stages.Compiled:
         """(ends, x `[b, 1, d]`) -> h `[b, d]`."""
         return self._get(("normed step", rows), self._functions.normed_step, (self._ends,), (self._step_hidden(rows),))
 
+    @looked_up
     def some_logits(self, rows: int) -> jax.stages.Compiled:
         """(ends, a block of the head, h `[n, d]`, int32 first row of the block) -> float32 `[n, block]`."""
         live = (self._normed_shape(rows), int_shape())
         return self._get(("some logits", rows), self._functions.some_logits, (self._ends, self._block), live)
 
+    @looked_up
     def joined(self, rows: int) -> jax.stages.Compiled:
         """(logits of every block of the head) -> `Decoded`."""
         live = (jax.ShapeDtypeStruct((rows, self._block.shape[0]), jnp.float32),) * self._blocks
