@@ -192,8 +192,9 @@ class Workspace:
         """Keys and values of a block of positions, these also in float32."""
         wide = _F32 + self._item
         if isinstance(attention, AttentionConfig):
-            numbers = attention.num_kv_heads * attention.head_dim
-            return KV_BLOCK * numbers * (self._item + wide)
+            # A row of one block is copied whole before it is read.
+            copies = 2 * self._item if self.shapes.capacity == KV_BLOCK else 0
+            return KV_BLOCK * attention.num_kv_heads * attention.head_dim * (copies + self._item + wide)
         latents = KV_BLOCK * (attention.kv_rank + attention.rope_dim) * self._item
         if tokens == 1:
             return 2 * latents + KV_BLOCK * attention.kv_rank * wide
