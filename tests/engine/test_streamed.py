@@ -234,11 +234,14 @@ def test_the_least_budget_runs_and_one_byte_less_is_refused_unread(folder, monke
     assert names
 
 
-@pytest.mark.parametrize("slots", [CHOSEN, 12, 40])
+@pytest.mark.parametrize("slots", [CHOSEN, 12, 24, 40, ALL])
 def test_no_moment_takes_more_than_the_plan_says(folder, monkeypatch, slots):
     """Live arrays on the device at every launch and every insert, and what the program takes besides."""
     options = OPTIONS | {"dtype": "bfloat16", "context_length": 256}
     least_bytes(folder, **options)
+    if slots == ALL:
+        with LLM(folder, **options) as llm:
+            everything = llm.report().device_peak_bytes
     gc.collect()
     before = on_device()
     peaks = []
@@ -254,10 +257,15 @@ def test_no_moment_takes_more_than_the_plan_says(folder, monkeypatch, slots):
 
     monkeypatch.setattr(Executor, "_run", launched)
     monkeypatch.setattr(DevicePool, "insert", inserted)
-    with with_slots(folder, slots, **options) as llm:
+    with (
+        LLM(folder, device_memory=everything, **options) if slots == ALL else with_slots(folder, slots, **options)
+    ) as llm:
         llm.generate([IDS + IDS, IDS[:20]], GREEDY)
-        planned = llm.report().device_peak_bytes
-    assert max(peaks) <= planned
+        llm.logits(IDS, decode_from=60)
+        report = llm.report()
+    assert (report.policy == "resident") == (slots == ALL)
+    assert len(peaks) > 40
+    assert max(peaks) <= report.device_peak_bytes <= report.device_budget_bytes
 
 
 def on_device() -> int:

@@ -32,6 +32,7 @@ from novalm_jax.models.attention import Positions
 from novalm_jax.models.decoder import Decoder, Routed
 from novalm_jax.models.families import FAMILIES
 from novalm_jax.models.params import LOGICAL_AXES, parameters_of
+from workspace_helpers import assert_bounded
 
 CASES = sorted(folder.parent.name for folder in GOLDEN.glob("*/golden.npz"))
 SAME_WEIGHTS = {"mixtral-packed": "mixtral", "qwen3_moe-packed": "qwen3_moe", "qwen3_moe-w123": "qwen3_moe"}
@@ -173,6 +174,7 @@ def test_prefill_and_decode_give_the_golden_logits_and_ids(case: str) -> None:
         assert continuation(executor, expected.ids[0].tolist(), count) == expected.greedy[0].tolist()
     else:
         assert case in LENGTH_DEPENDENT
+    assert_bounded(executor._programs)
 
 
 @pytest.mark.parametrize(
@@ -180,9 +182,11 @@ def test_prefill_and_decode_give_the_golden_logits_and_ids(case: str) -> None:
     ["mixtral-bf16", "qwen2_moe", "olmoe-clip", "granitemoe", "deepseek_v3", "gpt_oss", "llama4_text-chunk"],
 )
 def test_prefill_and_decode_in_bfloat16(case: str) -> None:
-    logits = stepwise(executor_of(case, "bfloat16"), golden(case).ids)
+    executor = executor_of(case, "bfloat16")
+    logits = stepwise(executor, golden(case).ids)
     assert correlation(logits, golden(case).logits) > 0.995
     assert correlation(logits, whole(load_model(GOLDEN / case, "bfloat16"), golden(case).ids)) > 0.999
+    assert_bounded(executor._programs)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

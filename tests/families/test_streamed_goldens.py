@@ -14,6 +14,7 @@ from novalm_jax import LLM
 from novalm_jax.checkpoint.load import read_config
 from novalm_jax.experts.records import count_records, moe_layers
 from streamed_helpers import assert_it_streamed, with_slots
+from workspace_helpers import assert_estimated
 
 
 def _sparse(case: str) -> bool:
@@ -45,9 +46,11 @@ def test_streamed_is_resident_bit_for_bit(case: str, cell: tuple[Any, ...]) -> N
     ids = golden(case).ids[0].tolist()
     with LLM(folder, **options) as llm:
         whole, steps = llm.logits(ids), llm.logits(ids, decode_from=len(ids) // 2)
+        assert_estimated(llm)
     slots = max(count_records(config) // 4, max(moe.experts_per_token for moe in moe_layers(config).values()))
     options |= {"host_memory": host_memory, "prefetch": prefetch, "policy": policy}
     with with_slots(folder, slots, **options) as llm:
         assert llm.logits(ids).tobytes() == whole.tobytes()
         assert llm.logits(ids, decode_from=len(ids) // 2).tobytes() == steps.tobytes()
         assert_it_streamed(llm, prefetched=None)
+        assert_estimated(llm)

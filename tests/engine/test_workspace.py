@@ -1,0 +1,163 @@
+"""Memory by formulas: never less than compiled programs take, and not much more. `assert_bounded` and
+`assert_estimated` also run where other tests have compiled programs of every golden anyway."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from novalm_jax.checkpoint.load import abstract_model, read_config
+from novalm_jax.config import LayerConfig, ModelConfig, MoEConfig
+from novalm_jax.engine.estimate import estimate_plan
+from novalm_jax.engine.programs import Programs, Shapes, StreamedPrograms, decode_rows, prefill_rows
+from novalm_jax.models.families import find_family
+from novalm_jax.options import EngineOptions, MakeModelOptions
+from novalm_jax.training.recipe import config_json
+from workspace_helpers import assert_bounded, grown_config
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
+SHAPES = ((2, 128), (8, 1024))
+
+
+def standard() -> ModelConfig:
+    """The model that is measured with: 16 layers, hidden size 1024."""
+    options = MakeModelOptions()
+    raw = config_json(options, options.vocab_size)
+    return find_family(raw).read_config(raw)
+
+
+def golden_config(case: str) -> ModelConfig:
+    return read_config(GOLDEN / case)[2]
+
+
+def sparse_layers(config: ModelConfig) -> list[LayerConfig]:
+    return [layer for layer in dict.fromkeys(config.layers) if isinstance(layer.feed_forward, MoEConfig)]
+
+
+def programs_of(config: ModelConfig, dtype: str, rows: int, capacity: int) -> tuple[Programs, StreamedPrograms | None]:
+    model, shapes = abstract_model(config, dtype), Shapes(rows, capacity, np.dtype(jnp.dtype(dtype)))
+    return Programs(model, shapes), StreamedPrograms(model, shapes, 8) if sparse_layers(config) else None
+
+
+def compile_all(programs: Programs) -> None:
+    """In every size."""
+    layers, rows, tokens = (
+        dict.fromkeys(programs.config.layers),
+        decode_rows(programs.shapes.rows),
+        prefill_rows(programs.shapes.capacity),
+    )
+    for count in tokens:
+        programs.embed(count)
+        programs.head(count)
+        programs.head_of_block(count)
+        for layer in layers:
+            programs.attend(layer, count)
+        for layer in sparse_layers(programs.config):
+            programs.experts(layer, count)
+    for count in rows:
+        programs.decode(count)
+
+
+def compile_all_streamed(programs: StreamedPrograms) -> None:
+    """What is not in `compile_all`, in every size."""
+    layers, rows = dict.fromkeys(programs.config.layers), decode_rows(programs.shapes.rows)
+    for count in rows:
+        programs.embed_step(count)
+        programs.head_of_step(count)
+        for layer in layers:
+            programs.attend_step(layer, count)
+        for layer in sparse_layers(programs.config):
+            programs.lookahead(layer, count)
+    for count in (*rows, *prefill_rows(programs.shapes.capacity)):
+        for layer in sparse_layers(programs.config):
+            programs.first_wave(layer, count)
+            programs.wave(layer, count)
+            programs.combine(layer, count)
+
+
+@pytest.fixture(scope="module")
+def compiled_standard() -> tuple[Programs, StreamedPrograms]:
+    resident, streamed = programs_of(standard(), "bfloat16", 2, 1024)
+    assert streamed is not None
+    resident.workspace_bytes()
+    streamed.workspace_bytes()
+    return resident, streamed
+
+
+def test_bounds_of_the_standard_model(compiled_standard):
+    for programs in compiled_standard:
+        assert_bounded(programs, loose=2)
+
+
+def test_a_plan_of_the_standard_model_needs_no_compiler(compiled_standard):
+    resident, streamed = compiled_standard
+    options = EngineOptions(dtype="bfloat16", max_batch=2)
+    for programs, slots in ((resident, None), (streamed, streamed.slots)):
+        parts = dict(estimate_plan(resident.config, options, 1024, slots, pass_chunks=3).parts)
+        assert programs.workspace_bytes() <= parts.pop("workspace") <= 1.5 * programs.workspace_bytes()
+        assert parts.pop("sampler") > 10 * 2 * 32000
+        assert parts.pop("prefill chunks", 0) == (0 if slots is None else 2 * streamed.chunk_bytes)
+        held = {"KV cache": programs.cache_bytes, "prompt that waits": programs.paused_bytes}
+        assert parts == programs.weight_bytes | held
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_counted_exactly(case, dtype):
+    config = golden_config(case)
+    programs = Programs(abstract_model(config, dtype), Shapes(2, 128, np.dtype(jnp.dtype(dtype))))
+    parts = estimate_plan(config, EngineOptions(dtype=dtype, max_batch=2), 128).parts
+    assert {name: parts[name] for name in ("dense weights", "experts")} == programs.weight_bytes
+    assert (parts["KV cache"], parts["prompt that waits"]) == (programs.cache_bytes, programs.paused_bytes)
+
+
+# Attention of either kind, with sinks and biases; experts of matrices that lie the other way round.
+GROWN = [("deepseek_v3", "bfloat16", (2, 128)), ("gpt_oss", "float32", (8, 1024)), ("dbrx", "bfloat16", (1, 512))]
+
+
+@pytest.mark.parametrize(("case", "dtype", "shape"), GROWN)
+def test_bounds_of_larger_layers(case, dtype, shape):
+    """Constants are nothing here, so that no formula is right because of them."""
+    config = grown_config(golden_config(case))
+    resident, streamed = programs_of(config, dtype, *shape)
+    layer, tokens, rows = sparse_layers(config)[-1], prefill_rows(shape[1])[-1], decode_rows(shape[0])[-1]
+    resident.decode(rows)
+    resident.attend(layer, tokens)
+    resident.experts(layer, tokens)
+    assert streamed is not None
+    streamed.attend_step(layer, rows)
+    streamed.first_wave(layer, tokens)
+    for programs in (resident, streamed):
+        assert_bounded(programs)
+
+
+CROSS = itertools.product(CASES, (False, True), ("float32", "bfloat16"), SHAPES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "larger", "dtype", "shape"), list(CROSS))
+def test_bounds_of_every_program(case, larger, dtype, shape):
+    config = grown_config(golden_config(case)) if larger else golden_config(case)
+    resident, streamed = programs_of(config, dtype, *shape)
+    compile_all(resident)
+    assert_bounded(resident)
+    if streamed is not None:
+        compile_all_streamed(streamed)
+        assert_bounded(streamed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 128), (2, 128), (8, 1024), (20, 4096)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bounds_of_every_program_of_the_standard_model(dtype, shape):
+    resident, streamed = programs_of(standard(), dtype, *shape)
+    assert streamed is not None
+    compile_all(resident)
+    compile_all_streamed(streamed)
+    for programs in (resident, streamed):
+        assert_bounded(programs)
