@@ -9,8 +9,9 @@ from novalm_jax import LLM
 from novalm_jax.compat import program_bytes
 from novalm_jax.config import ModelConfig
 from novalm_jax.engine.estimate import estimate_plan
-from novalm_jax.engine.programs import Programs, StreamedPrograms
+from novalm_jax.engine.programs import Programs
 from novalm_jax.engine.streamed import StreamedExecutor
+from novalm_jax.engine.streamed_programs import DenseStreamedPrograms, StreamedPrograms
 from novalm_jax.engine.workspace import Workspace
 
 LOOSE, CONSTANT = 3, 64 << 10
@@ -22,13 +23,14 @@ _LATENT_SIZES = ("kv_rank", "query_rank", "nope_dim", "rope_dim", "value_dim")
 
 def assert_bounded(programs: Programs, loose: float = LOOSE) -> None:
     """Every program that is compiled takes no more than its formula says, which says no more than `loose` times it."""
-    workspace = Workspace(programs.config, programs.shapes)
+    dense = programs.dense if isinstance(programs, DenseStreamedPrograms) else None
+    workspace = Workspace(programs.config, programs.shapes, dense)
     assert programs._workspace
     for key, taken in programs._workspace.items():
         name, *arguments = key
         bound = getattr(workspace, name.replace(" ", "_"))(*arguments)
         assert taken <= bound <= loose * taken + CONSTANT, (key, taken, bound)
-    if isinstance(programs, StreamedPrograms):
+    if isinstance(programs, StreamedPrograms) and programs.slots:
         assert sum(program_bytes(programs.insert)) <= workspace.insert()
 
 
@@ -38,7 +40,8 @@ def assert_estimated(llm: LLM, loose: float = LOOSE) -> None:
     placement = llm._placement
     executor = llm._executor
     chunks = executor._pass_chunks if isinstance(executor, StreamedExecutor) else 1
-    estimated = estimate_plan(llm.config, llm.options, placement.context_length, placement.slots, chunks)
+    slots = placement.slots if placement.slots or placement.dense else None
+    estimated = estimate_plan(llm.config, llm.options, placement.context_length, slots, chunks, placement.dense)
     found, planned = dict(estimated.parts), dict(placement.plan.parts)
     bound, workspace = found.pop("workspace"), planned.pop("workspace")
     assert found == planned

@@ -13,17 +13,23 @@ from novalm_jax.config import ModelConfig, MoEConfig
 from novalm_jax.engine.programs import Shapes, capacity_for
 from novalm_jax.engine.sampler import Sampler
 from novalm_jax.engine.workspace import Workspace
+from novalm_jax.experts.dense import DensePlan
 from novalm_jax.experts.fetcher import IN_FLIGHT
 from novalm_jax.experts.memory_plan import MemoryPlan
 from novalm_jax.experts.records import moe_layers
 from novalm_jax.kernels.storage import tree_bytes
 from novalm_jax.kv.static import cache_shape
-from novalm_jax.models.counts import dense_counts, expert_count, outer_counts
+from novalm_jax.models.counts import dense_counts, ends_counts, expert_count, outer_counts
 from novalm_jax.options import EngineOptions
 
 
 def estimate_plan(
-    config: ModelConfig, options: EngineOptions, context: int, slots: int | None = None, pass_chunks: int = 1
+    config: ModelConfig,
+    options: EngineOptions,
+    context: int,
+    slots: int | None = None,
+    pass_chunks: int = 1,
+    dense: DensePlan | None = None,
 ) -> MemoryPlan:
     """The plan that placing the model comes to, or a little more.
 
@@ -31,26 +37,31 @@ def estimate_plan(
       config: the model.
       options: `dtype` and `max_batch` of them.
       context: tokens of a request.
-      slots: experts on the device, where they come and go; None where all of them stay.
-      pass_chunks: prefill chunks that share a pass over experts that come and go.
+      slots: experts on the device, where they come and go; None where all of them stay, 0 where there are none.
+      pass_chunks: prefill chunks that share a pass over weights that come and go.
+      dense: where dense weights are that come in parts; only with `slots`.
     """
     dtype = np.dtype(jnp.dtype(options.dtype))
     shapes = Shapes(options.max_batch, capacity_for(context), dtype)
-    workspace = Workspace(config, shapes)
+    workspace = Workspace(config, shapes, dense)
     caches = [cache_shape(layer.attention, shapes.rows, shapes.capacity, dtype) for layer in config.layers]
     held = {
         "KV cache": tree_bytes(caches),
         "sampler": Sampler(options.max_batch, config.vocab_size).nbytes,
         "prompt that waits": workspace.paused_bytes,
     }
-    dense = {"dense weights": dense_bytes(config, dtype)}
+    weights = {"dense weights": dense_bytes(config, dtype)}
     if slots is None:
         experts = sum(moe.num_experts * _expert_bytes(config, moe, dtype) for moe in moe_layers(config).values())
-        return MemoryPlan({**dense, "experts": experts, **held, "workspace": workspace.resident_bytes()})
-    record = record_bytes(config, dtype)
-    pool = {"expert slots": slots * record, "experts under way": IN_FLIGHT * record}
+        return MemoryPlan({**weights, "experts": experts, **held, "workspace": workspace.resident_bytes()})
+    if dense is not None:
+        kept = ends_counts(config).bytes(dtype.itemsize) + dense.kept_bytes
+        weights = {"dense weights": kept, "dense weights under way": dense.under_way_bytes}
+    if slots:
+        record = record_bytes(config, dtype)
+        weights |= {"expert slots": slots * record, "experts under way": IN_FLIGHT * record}
     chunks = {"prefill chunks": (pass_chunks - 1) * workspace.chunk_bytes}
-    return MemoryPlan({**dense, **pool, **held, **chunks, "workspace": workspace.streamed_bytes()})
+    return MemoryPlan({**weights, **held, **chunks, "workspace": workspace.streamed_bytes()})
 
 
 def dense_bytes(config: ModelConfig, dtype: np.dtype) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from novalm_jax.config import AttentionConfig, LatentConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig
 from novalm_jax.engine.functions import DECODE_ROWS, EXPERT_GROUP, HEAD_BLOCK, KV_BLOCK
 from novalm_jax.engine.programs import Shapes, decode_rows, prefill_rows
+from novalm_jax.experts.dense import DensePlan
 from novalm_jax.models.counts import expert_count
 
 _F32 = _I32 = 4
@@ -26,9 +27,11 @@ class Workspace:
       shapes: what the programs would be compiled for.
     """
 
-    def __init__(self, config: ModelConfig, shapes: Shapes):
+    def __init__(self, config: ModelConfig, shapes: Shapes, dense: DensePlan | None = None):
+        """With the parts in which dense weights come, where they do (`DenseStreamedPrograms`)."""
         self.config = config
         self.shapes = shapes
+        self._blocks = [part.rows for part in dense.parts if part.rows] if dense else []
         self._item = shapes.dtype.itemsize
 
     def resident_bytes(self) -> int:
@@ -39,9 +42,13 @@ class Workspace:
         return max(most + [self.experts(layer, tokens) for layer in layers if _is_sparse(layer)])
 
     def streamed_bytes(self) -> int:
-        """As `resident_bytes`, for experts in slots."""
+        """As `resident_bytes`, for experts in slots, and for dense weights in parts if they are."""
         tokens, rows = prefill_rows(self.shapes.capacity)[-1], decode_rows(self.shapes.rows)[-1]
-        most = [self.embed_step(rows), self.head_of_step(rows), self.insert(), *self._around(tokens)]
+        if self._blocks:
+            most = [self.insert(), self.embed_rows(tokens), self.normed(tokens), self.normed_tokens(tokens)]
+            most += [self.normed_step(rows), self.some_logits(HEAD_BLOCK), self.some_logits(rows), self.joined(rows)]
+        else:
+            most = [self.embed_step(rows), self.head_of_step(rows), self.insert(), *self._around(tokens)]
         for layer in dict.fromkeys(self.config.layers):
             most += [self.attend(layer, tokens), self.attend_step(layer, rows)]
             if _is_sparse(layer):
@@ -59,7 +66,8 @@ class Workspace:
         """What a prefill chunk takes while the experts of a layer pass by, and after it."""
         tokens = prefill_rows(self.shapes.capacity)[-1]
         sparse = filter(_is_sparse, self.config.layers)
-        return max(self._result(layer, tokens) + self._products(layer, tokens) for layer in sparse) + self.paused_bytes
+        passing = (self._result(layer, tokens) + self._products(layer, tokens) for layer in sparse)
+        return max(passing, default=0) + self.paused_bytes
 
     # --- whole programs ---
 
@@ -83,6 +91,35 @@ class Workspace:
         wide = _F32 * rows * self.config.vocab_size
         edited = self.config.head_bias or self.config.logits_divisor != 1
         return self._hidden(rows) + self._normed(rows) + wide * (2 if edited else 1) + _I32 * rows + _SMALL
+
+    def embed_rows(self, count: int) -> int:
+        """Rows of the table as they lie, and in float32."""
+        return (_F32 + self._item) * count * self.config.hidden_size + _SMALL
+
+    embed_rows_of_step = embed_rows
+
+    def normed(self, tokens: int) -> int:
+        """The prompt's hidden states, and as many rows as the smallest decode step has."""
+        return self._hidden(tokens) + self.normed_step(DECODE_ROWS[0])
+
+    def normed_tokens(self, tokens: int) -> int:
+        """The prompt's hidden states, and a block of them."""
+        return self._hidden(tokens) + self.normed_step(HEAD_BLOCK)
+
+    def normed_step(self, rows: int) -> int:
+        """Hidden states and their norm."""
+        return self._hidden(rows) + self._normed(rows) + _SMALL
+
+    def some_logits(self, rows: int) -> int:
+        """Normed rows, and their logits for a block of the head; once more where something is still to be done."""
+        first, end = self._blocks[0]
+        wide = _F32 * rows * (end - first) * (2 if self.config.head_bias or self.config.logits_divisor != 1 else 1)
+        return self._item * rows * self.config.hidden_size + wide + _SMALL
+
+    def joined(self, rows: int) -> int:
+        """Logits of all blocks, and those of the whole vocabulary."""
+        blocks = sum(end - first for first, end in self._blocks)
+        return _F32 * rows * (blocks + self.config.vocab_size) + _I32 * rows + _SMALL
 
     def attend(self, layer: LayerConfig, tokens: int) -> int:
         """A prefill chunk up to the router split."""

@@ -32,8 +32,13 @@ class Counts(NamedTuple):
 def outer_counts(config: ModelConfig) -> Counts:
     """Everything outside the layers: embedding, last norm, head."""
     tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    return Counts(tables + ends_counts(config).plain)
+
+
+def ends_counts(config: ModelConfig) -> Counts:
+    """What belongs to neither the layers nor one of the large tables."""
     bias = config.vocab_size if config.head_bias else 0
-    return Counts(tables + bias + _norm(config.hidden_size, config.norm))
+    return Counts(bias + _norm(config.hidden_size, config.norm))
 
 
 def dense_counts(layer: LayerConfig) -> Counts:

@@ -26,6 +26,7 @@ from novalm_jax.experts.dense import DenseStreamer, head_blocks, plan_dense
 from novalm_jax.experts.link import Link
 from streamed_helpers import least_bytes
 from tiny_checkpoints import tiny_checkpoint
+from workspace_helpers import assert_estimated
 
 IDS = [7 + i * 13 % 240 for i in range(90)]
 OPTIONS: dict[str, Any] = {"max_batch": 2, "context_length": 128}
@@ -106,6 +107,7 @@ def test_every_placement_gives_the_bits_of_the_resident_run(folders, expected, n
         assert (sum(map(dense.stays, range(len(parts)))) >= kept) and not all(map(dense.stays, range(len(parts))))
         assert report.dense_uploads == dense.uploads > 50 and report.dense_bytes_uploaded == dense.bytes_uploaded
         assert report.device_peak_bytes <= report.device_budget_bytes
+        assert_estimated(llm)
         assert (report.policy == "in turn") == name.startswith("llama")
 
 
@@ -198,10 +200,10 @@ def test_no_step_takes_more_than_the_plan_says(folders, monkeypatch, name, kept)
     peaks = []
     launch = Executor._run
 
-    def measured(self: Executor, program: Any, *arguments: Any) -> Any:
+    def measured(self: Executor, program: Any, *arguments: Any, **named: Any) -> Any:
         live = sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind != "pinned_host")
         peaks.append(live - before + sum(program_bytes(program)))
-        return launch(self, program, *arguments)
+        return launch(self, program, *arguments, **named)
 
     monkeypatch.setattr(Executor, "_run", measured)
     largest = max(part.nbytes for part in plan_dense(abstract_model(Checkpoint.open(folders[name]).config)).parts)

@@ -24,7 +24,7 @@ from tiny_checkpoints import tiny_checkpoint
 
 LAYERS, EXPERTS, RECORD = 2, 64, 3 * 512 * 512 * 2
 RECORDS = LAYERS * EXPERTS
-OPTIONS: dict[str, Any] = {"max_batch": 2, "context_length": 1024, "dtype": "bfloat16"}
+OPTIONS: dict[str, Any] = {"max_batch": 2, "context_length": 1024, "dtype": "bfloat16", "dense_weights": "device"}
 
 
 @dataclass(frozen=True)

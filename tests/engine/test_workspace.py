@@ -13,7 +13,8 @@ import pytest
 from novalm_jax.checkpoint.load import abstract_model, read_config
 from novalm_jax.config import LayerConfig, ModelConfig, MoEConfig
 from novalm_jax.engine.estimate import estimate_plan
-from novalm_jax.engine.programs import Programs, Shapes, StreamedPrograms, decode_rows, prefill_rows
+from novalm_jax.engine.programs import Programs, Shapes, decode_rows, prefill_rows
+from novalm_jax.engine.streamed_programs import StreamedPrograms
 from novalm_jax.models.families import find_family
 from novalm_jax.options import EngineOptions, MakeModelOptions
 from novalm_jax.training.recipe import config_json
