@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -188,16 +189,23 @@ COMPUTING = [
 ]
 
 
-def check_it_shows(folder: Any, expected: Answers, **options: Any) -> None:
+def check_it_shows(folder: Any, expected: Answers, doubled: bool = False, **options: Any) -> None:
+    """`doubled`: the tables may notice two records in a slot before anybody compares."""
     with streamed(folder, CHOSEN, **options) as llm:
-        with pytest.raises((AssertionError, EngineError)):
-            assert_same(QUESTIONS.ask(llm), expected)
+        try:
+            found = QUESTIONS.ask(llm)
+        except EngineError as error:
+            assert doubled and re.search(r"slot \d is taken", str(error)), error
+            return
+        with pytest.raises(AssertionError):
+            assert_same(found, expected)
 
 
 @pytest.mark.parametrize(("fault", "options"), MOVING)
 def test_the_comparison_sees_a_record_in_a_wrong_place(moe_folder, resident, shared, monkeypatch, fault, options):
     fault(monkeypatch)
-    check_it_shows(moe_folder, resident["float32"], **options)
+    doubled = fault is _evicted_in_use_on_the_host
+    check_it_shows(moe_folder, resident["float32"], doubled, **options)
 
 
 @pytest.fixture
