@@ -76,6 +76,7 @@ class Engine:
         """Steps until `request` has ended.
 
         Raises:
+          CheckpointError: weights that it needed could not be read.
           EngineError: a step failed and took the request with it, or the engine is closed.
         """
         while not request.ended:
@@ -85,12 +86,13 @@ class Engine:
         """A step on behalf of `request`, which a step that fails with other requests does not concern.
 
         Raises:
-          EngineError: as `run_until_ended`.
+          CheckpointError, EngineError: as `run_until_ended`.
         """
         try:
             self.step()
         except EngineError:
-            if self._closed or request.ended:
+            # In this order: who waited for the step that failed is told why the engine is closed.
+            if request.ended or self._closed:
                 raise
         with self._lock:
             if request.finish_reason is None and request not in self._requests:
@@ -142,9 +144,13 @@ class Engine:
                 raise
 
     def close(self) -> None:
-        """Ends all requests and frees the device's memory. Again, it frees what an interrupt left."""
+        """Ends all requests and frees the device's memory. Again, it frees what an interrupt left.
+
+        A step that runs in another thread ends first, a prompt in it at the next border of a layer.
+        """
+        # Before the lock, which that thread may take again and again.
+        self._closed = True
         with self._lock:
-            self._closed = True
             for request in self._requests:
                 request.finish("abort")
             self._requests = []
@@ -175,7 +181,7 @@ class Engine:
         """Goes on with prompts, and begins with others, until there are none or decoding must not wait any longer. One
         layer of a prompt is run at least."""
         begin = time.perf_counter()
-        while self._prefilling or self._admit():
+        while not self._closed and (self._prefilling or self._admit()):
             assert self._prefilling is not None
             start = time.perf_counter()
             for through in self._prefilling.progress:
@@ -187,7 +193,7 @@ class Engine:
                         self._accept([request], decoded)
                     del decoded
                 del through
-                if not self._prefilling.wanted or self._must_decode(begin):
+                if self._closed or not self._prefilling.wanted or self._must_decode(begin):
                     break
             else:
                 self._prefilling = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -223,7 +224,8 @@ def test_an_interrupt_passes_through_and_leaves_a_working_engine(engine, script)
     assert after.token_ids == answer(20)
 
 
-def test_closing_ends_running_and_waiting_requests(engine, script):
+def test_closing_ends_running_and_waiting_requests(engine, script, monkeypatch):
+    Clock(monkeypatch)
     requests = [request(first, tokens=50) for first in (0, 10, 20)]
     engine.submit(requests)
     engine.step()
@@ -347,6 +349,30 @@ def test_closing_ends_a_prompt_on_its_way(engine, script, clock):
     assert script.prompts_ended == 2 and script.closed == 1
 
 
+def test_closing_from_another_thread_waits_for_no_more_than_a_layer_of_a_prompt(engine, script):
+    script.borders = 5
+    borders, closer = [], threading.Thread(target=engine.close)
+
+    def close(kind: str) -> None:
+        if kind == "border":
+            borders.append(kind)
+            if len(borders) == 2:
+                closer.start()
+                deadline = time.monotonic() + 30
+                while not engine._closed:
+                    assert time.monotonic() < deadline
+                    time.sleep(1e-3)
+
+    script.before = close
+    one = request(10, tokens=9)
+    engine.submit([one])
+    # The step itself ends in peace; who closes comes between it and the next.
+    engine.step()
+    closer.join(30)
+    assert len(borders) == 2 and script.decodes == []
+    assert (one.finish_reason, script.closed) == ("abort", 1)
+
+
 def test_unreadable_weights_end_everything_with_their_own_error(engine, script):
     waiting = [request(first, tokens=9) for first in (0, 10, 20)]
     engine.submit(waiting)
@@ -361,6 +387,9 @@ def test_unreadable_weights_end_everything_with_their_own_error(engine, script):
     for one in waiting:
         with pytest.raises(CheckpointError, match="gone"):
             _ = one.ended
+        # A thread that waited for the step meanwhile, to run the next one.
+        with pytest.raises(CheckpointError, match="gone"):
+            engine.step_for(one)
     assert script.closed == 1
     with pytest.raises(EngineError, match="closed"):
         engine.submit([request(1)])

@@ -1,56 +1,188 @@
-"""Every family with experts in tiers: the bits of its resident run, through prefill and through single steps."""
+"""Every family with experts in tiers: the bits of its resident run, wherever experts lie and however they come.
+
+The models are the golden ones, with layers that come again so that there are always some with experts in a row: then
+a quarter of the records is more than one token needs, and the next router can be asked ahead.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from golden_helpers import GOLDEN, golden
 from novalm_jax import LLM
-from novalm_jax.checkpoint.load import read_config
+from novalm_jax.checkpoint.load import Checkpoint, read_config
+from novalm_jax.engine.placement import Placement
+from novalm_jax.experts.fetcher import READERS
 from novalm_jax.experts.records import count_records, moe_layers
-from streamed_helpers import assert_it_streamed, with_slots
+from novalm_jax.resources import embedded_checkpoint
+from streamed_cells import OTHERS, SLOTS, Cell, all_cells, pairwise, pairwise_cells
+from streamed_helpers import (
+    Answers,
+    Questions,
+    assert_it_streamed,
+    assert_same,
+    deeper,
+    executor_of,
+    placed_with,
+    record_bytes,
+    shared_programs,
+    wait_for_prefetches,
+)
 from workspace_helpers import assert_estimated
 
-
-def _sparse(case: str) -> bool:
-    return bool(moe_layers(read_config(GOLDEN / case)[2]))
-
-
-CASES = [name for name in sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz")) if _sparse(name)]
+EMBEDDED = "stories-moe-10m"
+CASES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz") if moe_layers(read_config(path.parent)[2]))
 # One case a family, and those whose experts are laid out or weighed in a way of their own.
-CHOSEN = [case for case in CASES if "-" not in case] + [
-    "dbrx-hub",
-    "gpt_oss-clamp",
-    "llama4_text-lists",
-    "mixtral-packed",
-]
-CELLS = list(itertools.product((0, "1GiB"), ("off", "lookahead"), ("decayed", "lru"), ("float32", "bfloat16")))
+FAMILIES = [case for case in CASES if "-" not in case]
+VARIANTS = ["dbrx-hub", "gpt_oss-clamp", "llama4_text-chunk", "mixtral-packed"]
+CROSSED = [EMBEDDED, "qwen3_moe", "deepseek_v3"]
+SPARSE_LAYERS = 4
 
 
-def test_the_chosen_cases_have_experts_of_every_kind() -> None:
+class Model:
+    """A model, what it is asked, and what its resident run answers."""
+
+    def __init__(self, name: str):
+        self.folder = None if name == EMBEDDED else GOLDEN / name
+        self.options: dict[str, Any] = {"max_batch": 2, "context_length": 128}
+        # More than one prefill chunk.
+        if self.folder is None:
+            prompts = ["Once upon a time", "The little dog was sad because"]
+            self.questions = Questions([5 + i * i % 4000 for i in range(80)], 66, prompts, 8)
+        else:
+            ids = golden(name).ids.tolist()
+            self.questions = Questions([*ids[0], *ids[1]] * 2, 80, [ids[0][:9], ids[1]], 8)
+        config = Checkpoint.open(self.folder or embedded_checkpoint()).config
+        self.records = count_records(config)
+        least = max(moe.experts_per_token for moe in moe_layers(config).values())
+        self.slots = {"all": self.records, "half": self.records // 2, "quarter": self.records // 4, "least": least}
+        self.resident = functools.cache(self._resident)
+        self._placed = functools.cache(self._placed_with)
+
+    def open(self, cell: Cell) -> LLM:
+        """The model as a cell says."""
+        placement = self._placed("least" if cell.slots == "all" else cell.slots, cell.dtype)
+        options = self.options | {"prefetch": cell.prefetch, "policy": cell.policy, "dtype": cell.dtype}
+        options["host_memory"] = self.host_slots(cell) * record_bytes(placement)
+        memory = self.resident(cell.dtype)[1] if cell.slots == "all" else placement.budgets.device
+        return LLM(self.folder, device_memory=memory, **options)
+
+    def host_slots(self, cell: Cell) -> int:
+        """Records that host memory has room for."""
+        return {"all": self.records, "half": self.records // 2, "none": 0}[cell.host]
+
+    def _resident(self, dtype: str) -> tuple[Answers, int]:
+        """The answers, and the memory that they took."""
+        with LLM(self.folder, dtype=dtype, **self.options) as llm:
+            assert llm.report().policy == "resident"
+            assert_estimated(llm)
+            return self.questions.ask(llm), llm.report().device_peak_bytes
+
+    def _placed_with(self, slots: str, dtype: str) -> Placement:
+        return placed_with(self.folder, self.slots[slots], dtype=dtype, **self.options)
+
+
+@pytest.fixture(scope="module")
+def model_of() -> Iterator[Callable[[str], Model]]:
+    """Gives the model of a name; the last one is kept."""
+    opened = Checkpoint.open
+    with shared_programs() as programs, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "open", lambda folder: deeper(opened(folder), SPARSE_LAYERS))
+
+        @functools.lru_cache(maxsize=1)
+        def made(name: str) -> Model:
+            programs.clear()
+            return Model(name)
+
+        yield made
+
+
+def check(model: Model, cell: Cell) -> None:
+    """Fails unless a model gives the bits of its resident run, and works for them as the cell says."""
+    with model.open(cell) as llm:
+        loaded = llm.report().disk_bytes_read
+        assert_same(model.questions.ask(llm), model.resident(cell.dtype)[0])
+        if cell.slots == "all":
+            return check_all_is_resident(model, llm)
+        assert_it_streamed(llm, prefetched=cell.prefetch == "lookahead")
+        report, record = llm.report(), executor_of(llm).programs.record_bytes
+        assert report.experts_on_device == model.slots[cell.slots]
+        assert report.host_bytes == (model.host_slots(cell) or READERS + 1) * record
+        assert (report.disk_bytes_read == loaded) == (cell.host == "all")
+        assert_estimated(llm)
+        if cell.host != "half":
+            left = 0 if cell.host == "all" else model.records - report.experts_on_device
+            assert report.experts_on_disk == left
+
+
+def check_all_is_resident(model: Model, llm: LLM) -> None:
+    """Fails unless nothing moves, and a decode step is one program."""
+
+    def launches(ids: list[int], **where: Any) -> int:
+        before = llm.report().launches
+        llm.logits(ids, **where)
+        return llm.report().launches - before
+
+    ids, first = model.questions.ids, model.questions.decode_from
+    assert launches(ids, decode_from=first) - launches(ids[:first]) == len(ids) - first
+    report = llm.report()
+    assert (report.policy, report.experts_on_device) == ("resident", model.records)
+    assert report.uploads == report.bytes_uploaded == report.expert_misses == report.evictions == 0
+
+
+def grid(names: Sequence[str], cells_of: Callable[[int], list[Cell]]) -> pytest.MarkDecorator:
+    """Models and their cells, one model after the other."""
+    cases = [(name, cell) for number, name in enumerate(names) for cell in cells_of(number)]
+    return pytest.mark.parametrize(("name", "cell"), cases, ids=str)
+
+
+@grid([EMBEDDED, *FAMILIES], pairwise_cells)
+def test_streamed_is_resident_bit_for_bit(model_of, name: str, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_prefetches(monkeypatch)
+    check(model_of(name), cell)
+
+
+@grid(VARIANTS, lambda number: [pairwise_cells(number)[-1 - number]])
+def test_experts_of_another_layout_stream_as_well(model_of, name, cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_prefetches(monkeypatch)
+    check(model_of(name), cell)
+
+
+@pytest.mark.slow
+@grid(CROSSED, lambda number: all_cells())
+def test_every_cell_is_resident_bit_for_bit(model_of, name, cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_prefetches(monkeypatch)
+    check(model_of(name), cell)
+
+
+def test_all_families_with_experts_are_among_the_models() -> None:
     families = {json.loads((GOLDEN / case / "config.json").read_text())["model_type"] for case in CASES}
-    assert len(families) >= 15 and {case.split("-")[0] for case in CHOSEN} >= {case.split("-")[0] for case in CASES}
+    assert families == {json.loads((GOLDEN / case / "config.json").read_text())["model_type"] for case in FAMILIES}
+    assert len(families) >= 16
 
 
-@pytest.mark.parametrize(("case", "cell"), [(case, CELLS[i * 5 % len(CELLS)]) for i, case in enumerate(CHOSEN)])
-def test_streamed_is_resident_bit_for_bit(case: str, cell: tuple[Any, ...]) -> None:
-    host_memory, prefetch, policy, dtype = cell
-    folder: Path = GOLDEN / case
-    config = read_config(folder)[2]
-    options = {"dtype": dtype, "max_batch": 2, "context_length": min(128, config.context_length)}
-    ids = golden(case).ids[0].tolist()
-    with LLM(folder, **options) as llm:
-        whole, steps = llm.logits(ids), llm.logits(ids, decode_from=len(ids) // 2)
-        assert_estimated(llm)
-    slots = max(count_records(config) // 4, max(moe.experts_per_token for moe in moe_layers(config).values()))
-    options |= {"host_memory": host_memory, "prefetch": prefetch, "policy": policy}
-    with with_slots(folder, slots, **options) as llm:
-        assert llm.logits(ids).tobytes() == whole.tobytes()
-        assert llm.logits(ids, decode_from=len(ids) // 2).tobytes() == steps.tobytes()
-        assert_it_streamed(llm, prefetched=None)
-        assert_estimated(llm)
+@pytest.mark.parametrize("turn", range(len(FAMILIES) + 1))
+def test_the_cells_of_a_model_hold_every_pair_of_values(turn: int) -> None:
+    """In cells that stream, but for what goes with a model that does not."""
+    cells = pairwise_cells(turn)
+    streamed = [cell for cell in cells if cell.slots != "all"]
+    for (i, left), (j, right) in itertools.combinations(enumerate((SLOTS, *OTHERS)), 2):
+        assert {(cell[i], cell[j]) for cell in streamed} == set(itertools.product(left, right))
+    for place, values in enumerate(OTHERS, 1):
+        assert {cell[place] for cell in cells if cell.slots == "all"} == set(values)
+    assert len(cells) <= 14
+
+
+def test_a_pairwise_array_holds_every_pair_and_few_rows() -> None:
+    factors = [range(4), "ab", range(3), "xyz", range(2)]
+    rows = pairwise(factors)
+    for i, j in itertools.combinations(range(len(factors)), 2):
+        assert {(row[i], row[j]) for row in rows} == set(itertools.product(factors[i], factors[j]))
+    assert len(rows) <= 15
+    assert pairwise(factors) == rows
