@@ -33,9 +33,6 @@ pytestmark = pytest.mark.usefixtures("shared")
 LONG = [5 + i * i % 250 for i in range(230)]
 """A prompt of several chunks."""
 
-LINES = 499
-"""So many lines lie between two interrupts."""
-
 ENDLESS = SamplingParams(temperature=0, ignore_eos=True)
 
 
@@ -295,15 +292,15 @@ def test_an_interrupted_wait_leaves_a_model_that_goes_on(moe_folder, resident, m
 
 
 @pytest.mark.parametrize("host", [0, 6])
-def test_an_interrupt_at_any_line_of_a_long_prompt_leaves_a_model_that_goes_on(moe_folder, resident, host):
+@pytest.mark.parametrize("lines", [1499, pytest.param(97, marks=pytest.mark.slow)])
+def test_an_interrupt_at_any_line_of_a_long_prompt_leaves_a_model_that_goes_on(moe_folder, resident, host, lines):
+    """At every so many lines of those that the package runs for two prompts side by side and two tokens more."""
     with streamed(moe_folder, 6, host_memory=host * record_size()) as llm:
         executor_of(llm)._pass_chunks = 1
-        two = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-        lines = range(1 + host, 10**6, LINES)
-        for line in lines:
-            if not interrupted_at(line, lambda: llm.generate([LONG, IDS[:3]], two), "novalm_jax/"):
-                break
+        few = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        line = 1 + host
+        while interrupted_at(line, lambda: llm.generate([LONG, IDS[:3]], few), "novalm_jax/"):
             assert_same(BRIEF.ask(llm), resident["brief"])
             assert llm._engine._free_rows() == [0, 1, 2]
-        print("LINES", line, line // LINES)
-        assert line > 10 * LINES
+            line += lines
+        assert line > 10 * lines
