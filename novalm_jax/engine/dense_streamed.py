@@ -15,7 +15,7 @@ from novalm_jax.engine.executor import Chunk
 from novalm_jax.engine.functions import HEAD_BLOCK, Decoded, DecodeStep, Leaves, ModelWeights
 from novalm_jax.engine.streamed import StreamedExecutor
 from novalm_jax.engine.streamed_programs import DenseStreamedPrograms
-from novalm_jax.experts.dense import DenseStreamer
+from novalm_jax.experts.dense_streamer import DenseStreamer
 from novalm_jax.experts.streamer import NoExperts, Streamer
 from novalm_jax.timeline import Timeline
 

@@ -19,7 +19,8 @@ from novalm_jax.engine.functions import Leaves, Structure
 from novalm_jax.engine.placement import Placement
 from novalm_jax.engine.streamed import StreamedExecutor
 from novalm_jax.engine.streamed_programs import DenseStreamedPrograms, StreamedPrograms
-from novalm_jax.experts.dense import DenseHost, DensePlan, DenseReader, DenseStreamer, Part
+from novalm_jax.experts.dense import DensePlan, Part
+from novalm_jax.experts.dense_streamer import DenseHost, DenseReader, DenseStreamer
 from novalm_jax.experts.fetcher import READERS, Fetcher
 from novalm_jax.experts.host_tier import HostTier
 from novalm_jax.experts.link import Link

@@ -22,7 +22,8 @@ from novalm_jax.engine.dense_streamed import DenseStreamedExecutor
 from novalm_jax.engine.executor import Executor
 from novalm_jax.errors import BudgetError, CheckpointError, EngineError
 from novalm_jax.experts import dense as dense_module
-from novalm_jax.experts.dense import DenseStreamer, head_blocks, plan_dense
+from novalm_jax.experts.dense import head_blocks, plan_dense
+from novalm_jax.experts.dense_streamer import DenseHost, DenseStreamer
 from novalm_jax.experts.link import Link
 from streamed_helpers import least_bytes
 from tiny_checkpoints import tiny_checkpoint
@@ -277,6 +278,8 @@ def test_a_model_that_nobody_closes_leaves_no_threads(folders):
     assert set(threading.enumerate()) > threads
     del llm
     gc.collect()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(60)
     assert set(threading.enumerate()) == threads
 
 
@@ -313,7 +316,7 @@ def test_late_parts_change_nothing(folders, expected, monkeypatch):
 
 def test_a_wrong_part_would_show(folders, expected, monkeypatch):
     """The comparison above sees it when a part is taken in place of another."""
-    monkeypatch.setattr(dense_module.DenseHost, "find", _shifted(dense_module.DenseHost.find))
+    monkeypatch.setattr(DenseHost, "find", _shifted(DenseHost.find))
     with smallest(folders["llama"], dtype="float32", host_memory="1GiB") as llm:
         assert outcome(llm) != expected("llama", "float32")
 
