@@ -167,6 +167,7 @@ def slow_down(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         return programs._compiled[key]
 
     monkeypatch.setattr(programs, "_get", slowly)
+    programs._found.clear()
 
 
 @pytest.mark.parametrize("prefetch", ["lookahead", "off"])
@@ -194,7 +195,8 @@ def test_only_prefetched_uploads_lie_under_computing(streamed, tmp_path, monkeyp
         # One ends before what waits for it begins, and begins after the one that asks for it has ended.
         assert hidden == 0
     else:
-        assert report.prefetch_hits > 0 and len(ahead) > 20
+        # In every other step at least: prefetching is on trial.
+        assert report.prefetch_hits > 0 and len(ahead) > 8
         # A program begins soon after its upload did, and ends after it. Half leaves room for a thread that sleeps in.
         assert hidden > 0.5 * sum(span["dur"] for span in ahead) / 1e6
 
