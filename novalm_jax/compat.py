@@ -138,8 +138,8 @@ def pinned_array(shape: tuple[int, ...], dtype: np.dtype) -> tuple[jax.Array, np
 def copy_to_device(array: np.ndarray, memory: np.ndarray | None = None) -> jax.Array:
     """A copy on the default device, complete on return: what becomes of `array` after that does not matter.
 
-    On the CPU `device_put` would take over its memory instead, if it is aligned. So the copy is made in `memory`, where
-    that is given, which nobody may touch while the copy is needed: new memory for it costs more than the copy.
+    On the CPU `device_put` would take over its memory instead, if it is aligned. So the copy is made in `memory`, which
+    is aligned and which nobody may touch while the copy is needed; without it, in new memory that costs more than that.
     """
     import jax
 

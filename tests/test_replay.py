@@ -18,6 +18,7 @@ from novalm_jax.checkpoint.load import Checkpoint
 from novalm_jax.engine.streamed import StreamedExecutor
 from novalm_jax.errors import OptionError
 from novalm_jax.experts import fetcher as fetcher_module
+from novalm_jax.experts.governor import Governor
 from novalm_jax.experts.records import Record
 from novalm_jax.experts.slots import NOWHERE
 from novalm_jax.experts.streamer import Streamer
@@ -291,8 +292,10 @@ def missed(monkeypatch) -> list[int]:
     return misses
 
 
-def test_an_oracle_misses_in_the_first_layer_alone(folder, memory, missed) -> None:
+def test_an_oracle_misses_in_the_first_layer_alone(folder, memory, missed, monkeypatch) -> None:
     """With slots for all that is used: what is brought for one layer may be in the way of the next."""
+    # Prefetching in every step, however long they take.
+    monkeypatch.setattr(Governor, "took", lambda self, seconds: None)
     recorded = recording(tokens=30, experts=4)
     with ReplayingLLM(folder, recorded, device_memory=memory, **OPTIONS) as llm:
         llm.replaying.set_prefetch(True, 1.0)

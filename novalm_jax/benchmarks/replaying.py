@@ -113,6 +113,8 @@ class ReplayingLLM(LLM):
           OptionError: the recording does not fit, or all experts lie on the device; else as `LLM`.
         """
         self._recorded = recorded
+        if options.get("dense_weights") == "stream":
+            raise OptionError("dense_weights: with a recording they stay on the device; leave stream out.")
         # A layer whose dense weights come in turn has no router to ask ahead.
         super().__init__(model, **{**options, "dense_weights": "device"})
 

@@ -22,8 +22,9 @@ from novalm_jax.options import EngineOptions, RoutingOptions, SamplingParams
 from novalm_jax.units import format_size
 
 _COUNTERS = (
-    *("expert_hits", "expert_misses", "prefetch_hits", "prefetch_wasted", "evictions"),
-    *("uploads", "bytes_uploaded", "disk_bytes_read", "stall_seconds", "launches"),
+    *("expert_hits", "expert_misses", "prefetch_hits", "prefetch_wasted", "steps_without_prefetch", "evictions"),
+    *("uploads", "bytes_uploaded", "dense_uploads", "dense_bytes_uploaded", "disk_bytes_read"),
+    *("stall_seconds", "launches"),
 )
 
 FIRST = 2
@@ -81,12 +82,17 @@ class RunFigures:
             (self.phase, f"{self.rate:.1f} tokens/s ({self.tokens} in {self.seconds:.2f} s)"),
         ]
         if needed := counted["expert_hits"] + counted["expert_misses"]:
-            uploaded, read = (int(counted[name] / self.tokens) for name in ("bytes_uploaded", "disk_bytes_read"))
-            rows += [
-                ("hits", f"{100 * counted['expert_hits'] / needed:.1f} %, of {needed:.0f} experts needed"),
-                ("moved", f"{format_size(uploaded)} uploaded a token, {format_size(read)} of it read from disk"),
-                ("waiting", f"{100 * counted['stall_seconds'] / self.seconds:.0f} % of the time, for experts"),
-            ]
+            rows.append(("hits", f"{100 * counted['expert_hits'] / needed:.1f} %, of {needed:.0f} experts needed"))
+        moved = {
+            "of experts": counted["bytes_uploaded"],
+            "of dense weights": counted["dense_bytes_uploaded"],
+            "read from disk": counted["disk_bytes_read"],
+        }
+        if any(moved.values()):
+            each = (f"{format_size(int(size / self.tokens))} {what}" for what, size in moved.items())
+            rows.append(("moved", f"a token: {', '.join(each)}"))
+            share = 100 * counted["stall_seconds"] / self.seconds
+            rows.append(("waiting", f"{share:.0f} % of the time, for weights"))
         return "\n".join(f"{name:<8} {value}" for name, value in rows)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -95,6 +96,8 @@ class TensorReader:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._open_files: dict[Path, int] = {}
+        # Of a reader that nobody closed.
+        weakref.finalize(self, _close_files, self._open_files)
         self._active = 0
         self._closed = False
         self._bytes_read = 0
@@ -174,8 +177,7 @@ class TensorReader:
             self._closed = True
             # A descriptor that is closed under a running read may by then name another file.
             self._changed.wait_for(lambda: self._active == 0)
-            while self._open_files:
-                os.close(self._open_files.popitem()[1])
+            _close_files(self._open_files)
 
     def __enter__(self) -> TensorReader:
         return self
@@ -197,6 +199,11 @@ class TensorReader:
             self._bytes_read += count
             self._active -= 1
             self._changed.notify_all()
+
+
+def _close_files(files: dict[Path, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
 
 
 def _checked_view(part: Range) -> memoryview:

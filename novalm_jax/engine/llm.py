@@ -1,6 +1,7 @@
 """`LLM`: text in, text out. Prepares requests, waits for them, and reports; the engine does the rest.
 
-Starts no thread: whoever waits for text drives the engine. Safe to use from several threads.
+Whoever waits for text drives the engine; threads of its own only move weights, where not all stay on the device. Safe
+to use from several threads.
 """
 
 from __future__ import annotations

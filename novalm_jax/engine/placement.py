@@ -114,17 +114,19 @@ def place(checkpoint: Checkpoint, options: EngineOptions) -> Placement:
     requests = "one request" if options.max_batch == 1 else f"{options.max_batch} requests"
     what = f"{name} in {options.dtype}, with {shortest}{context} tokens, for {requests} at a time"
     placement.plan.require(budgets.device, what, _advice(options, context))
-    if placement.dense is not None:
+    if placement.dense is not None and not placement.dense.in_turn:
+        _log.warning("%s: the embedding has no room on the device; its rows are looked up on the host", name)
+    elif placement.dense is not None:
         counts = len(placement.dense.in_turn), len(placement.dense.parts)
         _log.warning(
             "%s: %d of %d parts of the dense weights have no room on the device, and come in every step", name, *counts
         )
-    if placement.slots:
+    if 0 < placement.slots < count_records(config):
         counts = placement.slots, count_records(config)
         _log.warning("%s: %d of %d experts have room in device_memory; the others come as needed", name, *counts)
         if placement.dense is not None and placement.dense.in_turn and options.prefetch != "off":
             _log.warning("prefetch: only of experts in layers whose dense weights stay on the device")
-    elif placement.dense is None and options.link is not None:
+    elif options.link is not None and (placement.dense is None or not placement.dense.in_turn):
         _log.warning("link: without effect, as %s is on the device as a whole", name)
     if context < wanted:
         _log.warning("%s: the context is cut from %d to %d tokens to fit device_memory", name, wanted, context)
@@ -219,7 +221,7 @@ def _host_slots(sizes: _Sizes, programs: StreamedPrograms, room: int) -> int:
     if not sizes.records:
         return 0
     host = min(sizes.records, room // programs.record_bytes)
-    if 0 < room and host < FEWEST_HOST_SLOTS:
+    if 0 < room and host < min(FEWEST_HOST_SLOTS, sizes.records):
         _log.warning(
             "host_memory: %s holds fewer than %d experts, so that there is no host tier",
             *(format_size(room), FEWEST_HOST_SLOTS),

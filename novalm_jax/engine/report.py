@@ -36,6 +36,7 @@ class Report:
     expert_misses: int = 0
     prefetch_hits: int = 0
     prefetch_wasted: int = 0
+    steps_without_prefetch: int = 0
     uploads: int = 0
     bytes_uploaded: int = 0
     evictions: int = 0

@@ -1,4 +1,5 @@
-"""From a placement to an executor that holds the weights: everything resident, or experts in tiers."""
+"""From a placement to an executor that holds the weights: everything resident, or experts in tiers, and perhaps dense
+weights in parts."""
 
 from __future__ import annotations
 

@@ -101,7 +101,8 @@ class StreamedExecutor(Executor):
                         self._look_ahead(i + 1, x.x, active)
                     (x,) = self._through_experts(i, dense, [x], waves)
             decoded = self._head_of_step(x)
-        self.streamer.decoded(time.perf_counter() - begin)
+        if self._lookahead:
+            self.streamer.decoded(time.perf_counter() - begin)
         return decoded
 
     def _embed_step(self, step: DecodeStep) -> jax.Array:

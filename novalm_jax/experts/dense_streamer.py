@@ -9,15 +9,15 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
 import numpy as np
 
 from novalm_jax.checkpoint.files import TensorReader
-from novalm_jax.checkpoint.load import Checkpoint, read_parameter
+from novalm_jax.checkpoint.load import Checkpoint, aligned_array, read_parameter
 from novalm_jax.checkpoint.progress import bytes_bar
 from novalm_jax.compat import copy_to_device, pinned_array
 from novalm_jax.errors import CheckpointError
@@ -153,7 +153,7 @@ class DenseStreamer:
         self._host = host
         self._link = link
         self._timeline = timeline
-        self._kept = {number: self._on_device(number) for number in sorted(plan.on_device)}
+        self._kept = {number: _taken_over(reader.read(plan.parts[number])) for number in sorted(plan.on_device)}
         self._turn = plan.in_turn
         self._in_use: Leaves = ()
         self._coming: tuple[int, Future[Leaves]] | None = None
@@ -161,7 +161,7 @@ class DenseStreamer:
         self._thread = ThreadPoolExecutor(1, "dense")
         # A thread of a model that nobody closed would keep its memory for ever. Not waited for: it may be what lets go
         # of this last.
-        self._end_thread = weakref.finalize(self, _end, self._thread, self._closed, wait=False)
+        self._end_thread = weakref.finalize(self, _end, self._thread, self._closed, join=False)
         self._begin(self._turn[0] if self._turn else None)
 
     @property
@@ -183,7 +183,11 @@ class DenseStreamer:
         if (table := self._host.embedding) is not None:
             return table[ids]
         unique, where = np.unique(ids, return_inverse=True)
-        return np.stack([self._reader.read_row(self._plan.embedding, int(row)) for row in unique])[where]
+        start = time.perf_counter()
+        with span(self._timeline, "stalls", self._plan.embedding.name, rows=len(unique)):
+            rows = np.stack([self._reader.read_row(self._plan.embedding, int(row)) for row in unique])
+        self.stall_seconds += time.perf_counter() - start
+        return rows[where]
 
     def stays(self, number: int) -> bool:
         """Whether a part is on the device all the time."""
@@ -209,17 +213,19 @@ class DenseStreamer:
                 # Somebody else had a turn in between.
                 self._drop_coming()
                 self._begin(number)
-            # Forgotten first: an interrupt must not leave a part that is in use and still to come.
-            coming, self._coming = self._coming, None
-            assert coming is not None
-            self._in_use = coming[1].result()
+            assert self._coming is not None
+            # Waited for first, and then forgotten before it is in use: an interrupt must neither leave it to nobody nor
+            # in two places.
+            wait([self._coming[1]])
+            coming, self._coming = self._coming[1], None
+            self._in_use = coming.result()
         self.stall_seconds += time.perf_counter() - start
         self._begin(self._turn[(self._turn.index(number) + 1) % len(self._turn)])
         return self._in_use
 
     def close(self) -> None:
         """Ends the thread, and frees memory on device and host. Closing twice is fine."""
-        _end(self._thread, self._closed, wait=True)
+        _end(self._thread, self._closed, join=True)
         self._end_thread.detach()
         self._drop_coming()
         _delete((self._in_use, self._kept))
@@ -231,30 +237,39 @@ class DenseStreamer:
 
     def _drop_coming(self) -> None:
         if self._coming is not None:
-            coming, self._coming = self._coming[1], None
-            if not coming.cancel() and coming.exception() is None:
+            coming = self._coming[1]
+            if not coming.cancel():
+                wait([coming])
+            self._coming = None
+            if not coming.cancelled() and coming.exception() is None:
                 _delete(coming.result())
 
     def _upload(self, number: int) -> Leaves:
-        begin, part = time.perf_counter(), self._plan.parts[number]
+        part = self._plan.parts[number]
         with span(self._timeline, "dense uploads", part.name, bytes=part.nbytes):
-            arrays = self._on_device(number)
+            held = self._host.find(number)
+            read = self._reader.read(part) if held is None else []
+            begin = time.perf_counter()
+            arrays = _taken_over(read) if held is None else _copied(held)
             self._closed.wait(max(self._link.arrival(part.nbytes, begin) - time.perf_counter(), 0.0))
         self.uploads += 1
         self.bytes_uploaded += part.nbytes
         return arrays
 
-    def _on_device(self, number: int) -> Leaves:
-        held = self._host.find(number)
-        if held is not None:
-            return tuple(map(copy_to_device, held))
-        # Nobody else has these, so that the device may take them over.
-        return tuple(jax.device_put(array).block_until_ready() for array in self._reader.read(self._plan.parts[number]))
+
+def _taken_over(arrays: Sequence[np.ndarray]) -> Leaves:
+    """On the device, which on the CPU takes over the memory: nobody else has these."""
+    return tuple(jax.device_put(array).block_until_ready() for array in arrays)
 
 
-def _end(thread: ThreadPoolExecutor, closed: threading.Event, wait: bool) -> None:
+def _copied(arrays: Sequence[np.ndarray]) -> Leaves:
+    """On the device, in memory of its own."""
+    return tuple(copy_to_device(array, aligned_array(array.shape, array.dtype)) for array in arrays)
+
+
+def _end(thread: ThreadPoolExecutor, closed: threading.Event, join: bool) -> None:
     closed.set()
-    thread.shutdown(wait=wait, cancel_futures=True)
+    thread.shutdown(wait=join, cancel_futures=True)
 
 
 def _delete(arrays: Any) -> None:

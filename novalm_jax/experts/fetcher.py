@@ -2,7 +2,7 @@
 
 Threads: some readers take records from disk, into a slot of the host tier or, where there is none, into a read buffer.
 One uploader copies them to the device and gives slot or buffer free again. The copy is the compute thread's, which puts
-it into a slot of the device and says so. At most `in_flight` copies exist at a time; prefetches leave one for demand.
+it into a slot of the device and says so. At most `IN_FLIGHT` copies exist at a time; prefetches leave one for demand.
 
 One lock guards everything, and nobody holds it while bytes move. What fails, fails every wait at once.
 """
@@ -148,7 +148,10 @@ class Fetcher:
             self._check()
             fetch = self._under_way.get(record) or Fetch(record, step, urgent)
             fetch.urgent |= urgent
+            fetch.step = step
             self._look_up(fetch)
+            if self._host is not None and fetch.stage is Stage.IN_MEMORY and record not in self._under_way:
+                self._host.use(record, step)
             self._under_way[record] = fetch
             self._changed.notify_all()
             return fetch
@@ -197,11 +200,15 @@ class Fetcher:
                 fetch.urgent = False
             return list(self._under_way.values())
 
-    def close(self) -> None:
-        """Ends the threads, after reads and copies that are under way, and frees host memory. Every wait ends."""
+    def end(self) -> None:
+        """Has the threads end, and every wait, without waiting for them: any thread may call it, also one of them."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the threads, after reads and copies that are under way, and frees host memory. Every wait ends."""
+        self.end()
         for thread in self._threads:
             thread.join()
         self._reader.close()
@@ -224,7 +231,7 @@ class Fetcher:
     def _look_up(self, fetch: Fetch) -> None:
         """Finds a record that nothing has been done for in the host tier, or that it has left it meanwhile."""
         if self._host is not None and fetch.stage in (Stage.WANTED, Stage.IN_MEMORY):
-            fetch.place = self._host.find(fetch.record, fetch.step)
+            fetch.place = self._host.table.find(fetch.record)
             fetch.stage = Stage.WANTED if fetch.place == NOWHERE else Stage.IN_MEMORY
 
     def _check(self) -> None:

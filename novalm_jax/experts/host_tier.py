@@ -12,7 +12,7 @@ import numpy as np
 from novalm_jax.experts.policy import Policy
 from novalm_jax.experts.pools import HostPool
 from novalm_jax.experts.records import Record
-from novalm_jax.experts.slots import NOWHERE, SlotTable
+from novalm_jax.experts.slots import SlotTable
 from novalm_jax.kernels.experts import Weights
 
 
@@ -32,12 +32,9 @@ class HostTier:
         """The arrays of a slot."""
         return self._pool.slot(slot)
 
-    def find(self, record: Record, step: int) -> int:
-        """The slot of a record that is used now, or `NOWHERE`."""
-        slot = self.table.find(record)
-        if slot != NOWHERE:
-            self._use(record, step)
-        return slot
+    def use(self, record: Record, step: int) -> None:
+        """The record is wanted in this step."""
+        self._policy.use(step, record.layer, np.array([record.expert]))
 
     def make_room(self, record: Record, step: int, used: Collection[int]) -> int:
         """A slot for a record that has none, and none of those that are in use. What lay there is forgotten."""
@@ -51,11 +48,8 @@ class HostTier:
     def fill(self, record: Record, slot: int, step: int) -> None:
         """The slot holds the record from now on."""
         self.table.put(record, slot)
-        self._use(record, step)
+        self.use(record, step)
 
     def close(self) -> None:
         """Frees the memory."""
         self._pool.close()
-
-    def _use(self, record: Record, step: int) -> None:
-        self._policy.use(step, record.layer, np.array([record.expert]))

@@ -51,8 +51,9 @@ class SlotTable:
         """Gives an empty slot to a record that has none."""
         assert self.table[record] == NOWHERE, f"{record} has a slot"
         assert self._layers[slot] == NOWHERE, f"slot {slot} is taken"
-        # The table last: what it names is there.
-        self._layers[slot], self._experts[slot] = record
+        # The table last, as what it names is there; and the layer after the expert, as a slot with one is taken.
+        self._experts[slot] = record.expert
+        self._layers[slot] = record.layer
         self.table[record] = slot
 
     def clear(self, slot: int) -> None:

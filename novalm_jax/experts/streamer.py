@@ -34,6 +34,7 @@ class Streamer:
       evictions: records that left a slot for another one.
       stall_seconds: how long computing waited for records.
       governor: says whether prefetching helps.
+      steps_without_prefetch: decode steps in which it said no.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Streamer:
         self._fetcher = fetcher
         self._timeline = timeline
         # Threads of a model that nobody closed would keep its memory for ever.
-        self._end_threads = weakref.finalize(self, fetcher.close)
+        self._end_threads = weakref.finalize(self, fetcher.end)
         self._step = 0
         # The layer that is prefetched for, until it says what it needs; what is on its way, what has come, and what was
         # there already of what it may need.
@@ -61,6 +62,7 @@ class Streamer:
         self._prefetched: set[Record] = set()
         self._predicted: set[Record] = set()
         self.governor = Governor()
+        self.steps_without_prefetch = 0
         self.hits = self.misses = self.prefetch_hits = self.prefetch_wasted = self.evictions = 0
         self.stall_seconds = 0.0
 
@@ -91,6 +93,7 @@ class Streamer:
             "expert_misses": self.misses,
             "prefetch_hits": self.prefetch_hits,
             "prefetch_wasted": self.prefetch_wasted,
+            "steps_without_prefetch": self.steps_without_prefetch,
             "uploads": fetcher.uploads,
             "bytes_uploaded": fetcher.uploads * fetcher.record_bytes,
             "evictions": self.evictions,
@@ -104,7 +107,8 @@ class Streamer:
         self._step += 1
 
     def decoded(self, seconds: float) -> None:
-        """A decode step has taken so long."""
+        """A decode step that may have prefetched has taken so long."""
+        self.steps_without_prefetch += not self.governor.allows
         self.governor.took(seconds)
 
     def waves(self, layer: int, experts: Sequence[int], kept: Collection[int] | None = None) -> Iterator[np.ndarray]:

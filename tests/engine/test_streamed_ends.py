@@ -271,6 +271,10 @@ def test_a_model_that_nobody_closes_leaves_no_threads(moe_folder):
     llm = streamed(moe_folder)
     assert set(threading.enumerate()) > threads
     del llm
+    gc.collect()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(60)
+    assert set(threading.enumerate()) == threads
 
 
 def test_an_interrupted_wait_leaves_a_model_that_goes_on(moe_folder, resident, monkeypatch):

@@ -65,6 +65,9 @@ class Fetched:
     def calm_down(self) -> list[Fetch]:
         return list(self.wanted.values())
 
+    def end(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
