@@ -30,6 +30,8 @@ from streamed_helpers import least_bytes
 from tiny_checkpoints import tiny_checkpoint
 from workspace_helpers import assert_estimated
 
+pytestmark = pytest.mark.usefixtures("shared")
+
 IDS = [7 + i * 13 % 240 for i in range(90)]
 OPTIONS: dict[str, Any] = {"max_batch": 2, "context_length": 128}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
