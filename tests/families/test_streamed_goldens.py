@@ -10,16 +10,26 @@ import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from golden_helpers import GOLDEN, golden
 from novalm_jax import LLM
-from novalm_jax.checkpoint.load import Checkpoint, read_config
+from novalm_jax.checkpoint.load import Checkpoint, abstract_model, read_config
 from novalm_jax.engine.placement import Placement
 from novalm_jax.experts.fetcher import READERS
-from novalm_jax.experts.records import count_records, moe_layers
+from novalm_jax.experts.records import (
+    Record,
+    RecordReader,
+    count_records,
+    moe_layers,
+    new_record,
+    record_layout,
+)
 from novalm_jax.resources import embedded_checkpoint
 from streamed_cells import OTHERS, SLOTS, Cell, all_cells, pairwise, pairwise_cells
 from streamed_helpers import (
@@ -178,6 +188,23 @@ def test_all_families_with_experts_are_among_the_models() -> None:
     families = {json.loads((GOLDEN / case / "config.json").read_text())["model_type"] for case in CASES}
     assert families == {json.loads((GOLDEN / case / "config.json").read_text())["model_type"] for case in FAMILIES}
     assert len(families) >= 16
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3", "dbrx", "gpt_oss"])
+def test_layers_that_come_again_hold_other_records_under_the_same_numbers(case: str) -> None:
+    """Each expert is a tensor of its own, they are stacked in one, or two of them share one."""
+    checkpoint = deeper(Checkpoint.open(GOLDEN / case), SPARSE_LAYERS)
+    layout = record_layout(abstract_model(checkpoint.config))
+    sparse = moe_layers(checkpoint.config)
+    assert len(sparse) == SPARSE_LAYERS
+    with closing(RecordReader(checkpoint, np.dtype(np.float32))) as reader:
+        for expert in range(next(iter(sparse.values())).num_experts):
+            found = set()
+            for layer in sparse:
+                record = new_record(layout)
+                reader.read_into(Record(layer, expert), record)
+                found.add(b"".join(array.tobytes() for array in jax.tree.leaves(record)))
+            assert len(found) == SPARSE_LAYERS
 
 
 @pytest.mark.parametrize("turn", range(len(FAMILIES) + 1))
