@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -188,3 +190,15 @@ def assert_it_streamed(llm: LLM, prefetched: bool) -> None:
         assert report.uploads == report.expert_misses
     assert report.policy == llm.options.policy
     assert report.experts_on_device == executor_of(llm).programs.slots
+
+
+def assert_threads_end_with(make: Callable[[], LLM]) -> None:
+    """Fails unless a model has threads, which end once it is dropped and nobody closed it."""
+    threads = set(threading.enumerate())
+    llm = make()
+    assert set(threading.enumerate()) > threads
+    del llm
+    gc.collect()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(60)
+    assert set(threading.enumerate()) == threads

@@ -77,10 +77,8 @@ class RunFigures:
             ("device", f"{format_size(report.device_peak_bytes)} at the peak"),
         ]
         if routed := str(self.routing):
-            rows += [("routing", routed)]
-        rows += [
-            (self.phase, f"{self.rate:.1f} tokens/s ({self.tokens} in {self.seconds:.2f} s)"),
-        ]
+            rows.append(("routing", routed))
+        rows.append((self.phase, f"{self.rate:.1f} tokens/s ({self.tokens} in {self.seconds:.2f} s)"))
         if needed := counted["expert_hits"] + counted["expert_misses"]:
             rows.append(("hits", f"{100 * counted['expert_hits'] / needed:.1f} %, of {needed:.0f} experts needed"))
         moved = {

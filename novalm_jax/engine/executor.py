@@ -18,7 +18,7 @@ from novalm_jax.checkpoint.mapping import is_expert
 from novalm_jax.engine.functions import HEAD_BLOCK, Decoded, DecodeStep, Leaves, ModelWeights, PrefillChunk, Structure
 from novalm_jax.engine.programs import Programs, decode_rows, prefill_rows
 from novalm_jax.experts.records import count_records
-from novalm_jax.kernels.storage import storage_dtype
+from novalm_jax.kernels.storage import delete_arrays, storage_dtype
 from novalm_jax.models.decoder import Decoder, Routed
 from novalm_jax.timeline import Timeline
 
@@ -200,8 +200,7 @@ class ResidentExecutor(Executor):
 
     def close(self) -> None:
         """Frees weights and caches on the device."""
-        for leaf in jax.tree.leaves((self._weights, self._caches)):
-            leaf.delete()
+        delete_arrays((self._weights, self._caches))
         self._weights, self._caches = ModelWeights((), ()), []
 
     def _through_layers(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, jax.Array] | None]:

@@ -187,11 +187,15 @@ class Programs:
         chunk = PrefillChunk(*[int_shape()] * 4)
         return (self._layer_weights(config).dense, self._caches[index]), (self._hidden(tokens), chunk)
 
+    def _attending(self, config: LayerConfig, tokens: int) -> tuple[Callable[..., Any], tuple[Any, Any]]:
+        """What a layer begins with, for so many tokens, and its arguments beside the configuration."""
+        return self._functions.attend, self._attend_arguments(config, tokens)
+
     def _routed(self, config: LayerConfig, tokens: int) -> Any:
         """The `Routed` of a prefill chunk, as shapes; kept, as finding it takes a trace."""
         if (config, tokens) not in self._routed_shapes:
-            held, live = self._attend_arguments(config, tokens)
-            routed, _ = jax.eval_shape(partial(self._functions.attend, config), *held, *live)
+            function, (held, live) = self._attending(config, tokens)
+            routed, _ = jax.eval_shape(partial(function, config), *held, *live)
             self._routed_shapes[config, tokens] = routed
         return self._routed_shapes[config, tokens]
 

@@ -36,6 +36,7 @@ from jax.extend.random import threefry_2x32
 from novalm_jax.compat import compile_program
 from novalm_jax.engine.sampler_state import WIDE, SamplerState, admit, init_state, row_of
 from novalm_jax.engine.sampling import LARGEST, ResolvedSampling
+from novalm_jax.kernels.storage import delete_arrays
 from novalm_jax.options import MAX_LOGPROBS
 
 _INFINITY_BITS = 0x7F800000
@@ -318,8 +319,7 @@ class Sampler:
     def close(self) -> None:
         """Frees the device's memory."""
         if self._state is not None:
-            for leaf in self._state:
-                leaf.delete()
+            delete_arrays(self._state)
             self._state = None
 
     def _taken(self) -> SamplerState:

@@ -19,6 +19,7 @@ from novalm_jax.engine.executor import Chunk, Executor
 from novalm_jax.engine.functions import Decoded, DecodeStep, Leaves, ModelWeights
 from novalm_jax.engine.streamed_programs import StreamedPrograms
 from novalm_jax.experts.streamer import NoExperts, Streamer
+from novalm_jax.kernels.storage import delete_arrays
 from novalm_jax.models.decoder import Routed
 from novalm_jax.models.router import Routing
 from novalm_jax.timeline import Timeline
@@ -80,8 +81,7 @@ class StreamedExecutor(Executor):
     def close(self) -> None:
         """Ends the streamer's threads, and frees weights, slots and caches."""
         self.streamer.close()
-        for leaf in jax.tree.leaves((self._weights, self._caches)):
-            leaf.delete()
+        delete_arrays((self._weights, self._caches))
         self._weights, self._caches = ModelWeights((), ()), []
 
     def _decode_step(self, bucket: int, step: DecodeStep) -> Decoded:

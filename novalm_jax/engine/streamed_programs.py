@@ -5,6 +5,7 @@ As `programs`: from shapes alone, which depend on the model, the options and the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -138,14 +139,10 @@ class StreamedPrograms(Programs):
         held, _ = self._attend_arguments(config, rows)
         return held, (self._step_hidden(rows), DecodeStep(*[int_shape(rows)] * 4))
 
-    def _routed(self, config: LayerConfig, tokens: int) -> Any:
+    def _attending(self, config: LayerConfig, tokens: int) -> tuple[Callable[..., Any], tuple[Any, Any]]:
         if tokens >= PREFILL_ROWS[0]:
-            return super()._routed(config, tokens)
-        if (config, tokens) not in self._routed_shapes:
-            held, live = self._attend_step_arguments(config, tokens)
-            routed, _ = jax.eval_shape(partial(self._functions.attend_step, config), *held, *live)
-            self._routed_shapes[config, tokens] = routed
-        return self._routed_shapes[config, tokens]
+            return super()._attending(config, tokens)
+        return self._functions.attend_step, self._attend_step_arguments(config, tokens)
 
     def _products(self, config: LayerConfig, tokens: int) -> Any:
         routed = self._routed(config, tokens)

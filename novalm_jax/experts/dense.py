@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from novalm_jax.checkpoint.load import ALIGNMENT
 from novalm_jax.models.decoder import Decoder, without_experts
 from novalm_jax.models.params import parameters_of
 
@@ -22,8 +23,6 @@ UNDER_WAY = 2
 _BLOCK_UNIT = 64
 """A block of the head has a multiple of so many rows. On XLA's CPU backend products of float32 with such numbers of
 rows round alike, and with others in several ways; in bfloat16 all do from 24 rows on."""
-
-_ALIGNMENT = 64
 
 
 class Part(NamedTuple):
@@ -130,20 +129,19 @@ def plan_dense(model: Decoder) -> DensePlan:
     """
     parts = []
     for number, layer in enumerate(model.layers):
-        parameters = parameters_of(without_experts(layer))
-        paths = tuple(f"layers.{number}.{path}" for path in parameters)
-        parts.append(Part(f"layer {number}", paths, None, sum(map(_nbytes, parameters.values()))))
-    outer = parameters_of(model.embed), {} if model.head is None else parameters_of(model.head)
-    table, head = outer[0]["weight"], outer[1].get("weight", outer[0]["weight"])
-    path = EMBEDDING if model.head is None else HEAD
-    rows = model.config.vocab_size
+        own = parameters_of(without_experts(layer))
+        paths = tuple(f"layers.{number}.{path}" for path in own)
+        parts.append(Part(f"layer {number}", paths, None, sum(map(_nbytes, own.values()))))
+    parameters, rows = parameters_of(model), model.config.vocab_size
+    path = HEAD if HEAD in parameters else EMBEDDING
+    head = parameters[path]
     row_bytes = head.size // rows * np.dtype(head.dtype).itemsize
     whole = np.dtype(head.dtype) == np.float32 and rows % _BLOCK_UNIT
     about = rows if whole else max(part.nbytes for part in parts) // row_bytes
     for first, end in head_blocks(rows, about):
         name = f"the head from row {first} on"
         parts.append(Part(name, (path,), (first, end), padded((end - first) * row_bytes)))
-    return DensePlan(tuple(parts), Part("the embedding", (EMBEDDING,), None, _nbytes(table)))
+    return DensePlan(tuple(parts), Part("the embedding", (EMBEDDING,), None, _nbytes(parameters[EMBEDDING])))
 
 
 def head_blocks(rows: int, about: int) -> list[tuple[int, int]]:
@@ -160,5 +158,5 @@ def _nbytes(parameter: Any) -> int:
 
 
 def padded(nbytes: int) -> int:
-    """Bytes of an array, up to the next whole cache line."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    """Bytes of an array, up to where the next one may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

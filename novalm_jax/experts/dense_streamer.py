@@ -23,6 +23,7 @@ from novalm_jax.compat import copy_to_device, pinned_array
 from novalm_jax.errors import CheckpointError
 from novalm_jax.experts.dense import DensePlan, Part, padded
 from novalm_jax.experts.link import Link
+from novalm_jax.kernels.storage import delete_arrays
 from novalm_jax.timeline import Timeline, span
 
 Leaves = tuple[jax.Array, ...]
@@ -206,7 +207,7 @@ class DenseStreamer:
         if number in self._kept:
             return self._kept[number]
         jax.block_until_ready(after)
-        _delete(self._in_use)
+        delete_arrays(self._in_use)
         start = time.perf_counter()
         with span(self._timeline, "stalls", self._plan.parts[number].name):
             if self._coming is None or self._coming[0] != number:
@@ -228,7 +229,7 @@ class DenseStreamer:
         _end(self._thread, self._closed, join=True)
         self._end_thread.detach()
         self._drop_coming()
-        _delete((self._in_use, self._kept))
+        delete_arrays((self._in_use, self._kept))
         self._reader.close()
         self._host.close()
 
@@ -242,7 +243,7 @@ class DenseStreamer:
                 wait([coming])
             self._coming = None
             if not coming.cancelled() and coming.exception() is None:
-                _delete(coming.result())
+                delete_arrays(coming.result())
 
     def _upload(self, number: int) -> Leaves:
         part = self._plan.parts[number]
@@ -270,8 +271,3 @@ def _copied(arrays: Sequence[np.ndarray]) -> Leaves:
 def _end(thread: ThreadPoolExecutor, closed: threading.Event, join: bool) -> None:
     closed.set()
     thread.shutdown(wait=join, cancel_futures=True)
-
-
-def _delete(arrays: Any) -> None:
-    for leaf in jax.tree.leaves(arrays):
-        leaf.delete()

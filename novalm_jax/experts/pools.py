@@ -16,6 +16,7 @@ from jax import lax
 
 from novalm_jax.compat import compile_program, pinned_array
 from novalm_jax.kernels.experts import Weights
+from novalm_jax.kernels.storage import delete_arrays
 
 
 def pool_shapes(layout: Weights, slots: int) -> Weights:
@@ -67,8 +68,7 @@ class DevicePool:
 
     def close(self) -> None:
         """Frees the memory. Closing twice is fine, here and below."""
-        for leaf in jax.tree.leaves(self.arrays):
-            leaf.delete()
+        delete_arrays(self.arrays)
 
     def _new_arrays(self) -> Weights:
         arrays: Weights = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes)
@@ -91,8 +91,7 @@ class HostPool:
     def close(self) -> None:
         """Frees the memory. No slot may be in use."""
         self._views = None
-        for leaf in jax.tree.leaves(self._arrays):
-            leaf.delete()
+        delete_arrays(self._arrays)
 
 
 def _is_pair(node: object) -> bool:

@@ -23,6 +23,12 @@ def tree_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
+def delete_arrays(tree: Any) -> None:
+    """Frees the memory of all arrays in a tree. Those that are gone stay so."""
+    for leaf in jax.tree.leaves(tree):
+        leaf.delete()
+
+
 def view_as(array: jax.Array, dtype: np.dtype) -> jax.Array:
     """The same bits as another dtype of the same width; to storage form, or back from it."""
     return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)

@@ -26,7 +26,7 @@ from novalm_jax.experts import dense as dense_module
 from novalm_jax.experts.dense import head_blocks, plan_dense
 from novalm_jax.experts.dense_streamer import DenseHost, DenseStreamer
 from novalm_jax.experts.link import Link
-from streamed_helpers import least_bytes
+from streamed_helpers import assert_threads_end_with, least_bytes
 from tiny_checkpoints import tiny_checkpoint
 from workspace_helpers import assert_estimated
 
@@ -279,14 +279,7 @@ def test_closing_in_the_middle_leaves_no_thread_and_no_array(folders):
 
 
 def test_a_model_that_nobody_closes_leaves_no_threads(folders):
-    threads = set(threading.enumerate())
-    llm = smallest(folders["llama"])
-    assert set(threading.enumerate()) > threads
-    del llm
-    gc.collect()
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(60)
-    assert set(threading.enumerate()) == threads
+    assert_threads_end_with(lambda: smallest(folders["llama"]))
 
 
 def test_an_interrupted_step_leaves_a_model_that_goes_on(folders, expected, monkeypatch):

@@ -25,7 +25,7 @@ from novalm_jax.experts import fetcher as fetcher_module
 from novalm_jax.experts.records import Record, RecordReader
 from novalm_jax.experts.streamer import Streamer
 from novalm_jax.options import ConvertOptions
-from streamed_helpers import assert_same, executor_of
+from streamed_helpers import assert_same, assert_threads_end_with, executor_of
 from streamed_model import BRIEF, CHOSEN, GREEDY, IDS, LAYERS, QUESTIONS, live_arrays, make_model, record_size, streamed
 
 pytestmark = pytest.mark.usefixtures("shared")
@@ -267,14 +267,7 @@ def test_closing_in_the_middle_of_a_prompt_from_another_thread(moe_folder, monke
 
 
 def test_a_model_that_nobody_closes_leaves_no_threads(moe_folder):
-    threads = set(threading.enumerate())
-    llm = streamed(moe_folder)
-    assert set(threading.enumerate()) > threads
-    del llm
-    gc.collect()
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(60)
-    assert set(threading.enumerate()) == threads
+    assert_threads_end_with(lambda: streamed(moe_folder))
 
 
 def test_an_interrupted_wait_leaves_a_model_that_goes_on(moe_folder, resident, monkeypatch):
