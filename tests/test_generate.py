@@ -257,8 +257,8 @@ def test_a_mistake_is_one_paragraph_and_exit_code_2(arguments, says, model, tmp_
     assert run([{"MODEL": model, "CORRUPT": corrupt}.get(word, word) for word in arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.search(says, " ".join(err.split()))
-    assert err.startswith("python -m novalm_jax.generate: ")
+    paragraph = " ".join(err.split())
+    assert re.search(says, paragraph) and paragraph.startswith("python -m novalm_jax.generate: ")
     assert "\n\n" not in err.strip() and "Traceback" not in err
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,6 +84,8 @@ def test_every_cell_is_measured_in_turns(folder, trace, capsys, monkeypatch) -> 
         assert cell["of_ideal"] == pytest.approx(cell["ideal_seconds"] * cell["tokens_per_second"])
         assert cell["counters"]["expert_hits"] + cell["counters"]["expert_misses"] == pytest.approx(3 * 2)
         assert cell["counters"]["prefetch_hits"] == 0 or cell["prefetch"] != "off"
+        # Every other step of a trial, which lasts longer than these runs.
+        assert cell["prefetching"] == (0 if cell["prefetch"] == "off" else 0.5)
 
 
 def test_without_a_recording_the_model_is_replayed_itself(folder, capsys) -> None:
@@ -92,7 +94,7 @@ def test_without_a_recording_the_model_is_replayed_itself(folder, capsys) -> Non
     assert not empty and not empty_again
     assert head[1:] == ["routing  of the model itself", "tokens   4 after 3, medians of 1"]
     assert head[0].endswith("(float32, decayed), 48 experts")
-    assert cells[0].split() == "slots of them ratio link prefetch tokens/s hits of ideal".split()
+    assert cells[0].split() == "slots of them ratio link prefetch tokens/s hits prefetching of ideal".split()
     assert cells[1].split()[:4] == ["25", "%", "12", "1"] and len(cells) == 2
     assert "iB/s" in cells[1] and "oracle" in cells[1]
     assert foot[0].startswith("ratio: time of the bytes that a token misses")
@@ -105,10 +107,11 @@ def split(text: str) -> list[str]:
 
 
 def test_figures_of_a_cell() -> None:
-    counters = {"expert_hits": 3.0, "expert_misses": 1.0}
-    cell = Cell(12, 23, 4, 5e8, "off", 0.4, (0.5, 9.0, 0.8), counters)
-    assert (cell.rate, cell.hit_rate, cell.of_ideal) == (1.25, 0.75, 0.5)
-    assert cell.columns() == ("12 %", "23", "4", "476.84 MiB/s", "off", "1.2", "75.0 %", "0.50")
+    counters = {"expert_hits": 3.0, "expert_misses": 1.0, "steps_without_prefetch": 0.25}
+    cell = Cell(12, 23, 4, 5e8, "oracle", 0.4, (0.5, 9.0, 0.8), counters)
+    assert (cell.rate, cell.hit_rate, cell.prefetching, cell.of_ideal) == (1.25, 0.75, 0.75, 0.5)
+    assert cell.columns() == ("12 %", "23", "4", "476.84 MiB/s", "oracle", "1.2", "75.0 %", "75.0 %", "0.50")
+    assert replace(cell, prefetch="off", counters=counters | {"steps_without_prefetch": 0.0}).prefetching == 0
 
 
 def test_where_nothing_is_missed_the_link_has_no_limit() -> None:

@@ -37,6 +37,7 @@ from novalm_jax.units import format_size
 _FOOT = (
     "ratio: time of the bytes that a token misses without prefetching, on this link, in units of the time of a token",
     "with all experts on the device. of ideal: speed as a part of what the longer one of both times allows.",
+    "prefetching: steps that did so, as a part of all; where they take longer than the others it is switched off.",
 )
 
 
@@ -76,20 +77,27 @@ class Cell:
         return hits / (hits + misses) if hits + misses else 1.0
 
     @property
+    def prefetching(self) -> float:
+        """Steps that prefetched, as a part of all: where it does not help, it is switched off."""
+        prefetches = self.prefetch in ("lookahead", "oracle")
+        return 1 - self.counters["steps_without_prefetch"] if prefetches else 0.0
+
+    @property
     def of_ideal(self) -> float:
         """Speed as a part of the ideal one."""
         return self.ideal_seconds * self.rate
 
     def to_dict(self) -> dict[str, Any]:
         """All figures by name, ready for JSON."""
-        derived = {"tokens_per_second": self.rate, "hit_rate": self.hit_rate, "of_ideal": self.of_ideal}
-        return asdict(self) | derived
+        derived = ("hit_rate", "prefetching", "of_ideal")
+        return asdict(self) | {"tokens_per_second": self.rate} | {name: getattr(self, name) for name in derived}
 
     def columns(self) -> tuple[str, ...]:
         """As people read it."""
         ratio = "" if self.ratio is None else f"{self.ratio:g}"
         link = "" if self.link is None else f"{format_size(round(self.link))}/s"
-        figures = f"{self.rate:.1f}", f"{100 * self.hit_rate:.1f} %", f"{self.of_ideal:.2f}"
+        parts = (f"{100 * part:.1f} %" for part in (self.hit_rate, self.prefetching))
+        figures = f"{self.rate:.1f}", *parts, f"{self.of_ideal:.2f}"
         return f"{self.percent:g} %", str(self.slots), ratio, link, self.prefetch, *figures
 
 
@@ -108,7 +116,7 @@ class Sweep:
         return asdict(self) | {"cells": [cell.to_dict() for cell in self.cells]}
 
     def __str__(self) -> str:
-        heads = ("slots", "of them", "ratio", "link", "prefetch", "tokens/s", "hits", "of ideal")
+        heads = ("slots", "of them", "ratio", "link", "prefetch", "tokens/s", "hits", "prefetching", "of ideal")
         rows = [heads, *(cell.columns() for cell in self.cells)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(part.rjust(width) for part, width in zip(row, widths, strict=True)) for row in rows]

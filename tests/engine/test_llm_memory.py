@@ -172,7 +172,8 @@ def test_the_report_has_every_figure_it_promises(tiny):
     json.dumps(figures)
     assert (figures["prompt_tokens"], figures["generated_tokens"]) == (6, 8)
     assert (figures["experts_on_device"], figures["experts_on_host"], figures["experts_on_disk"]) == (8, 0, 0)
-    assert figures["programs_compiled"] > 0 and figures["compute_seconds"] > 0
+    # The cache of programs has some, where another test came first.
+    assert figures["programs_compiled"] + figures["programs_from_cache"] > 0 and figures["compute_seconds"] > 0
     assert figures["disk_bytes_read"] == sum(tensor.nbytes for tensor in list_tensors(tiny).values())
     text, html = str(report), report._repr_html_()
     for name in ("device peak", "experts on device", "generated tokens", "kernel: experts"):
