@@ -103,7 +103,7 @@ class _RunCommand:
 class PrefillCommand(_RunCommand):
     """Measure how fast a prompt goes through a model, and what is moved for it."""
 
-    prompt_tokens: int = 1024
+    prompt_tokens: int = 500
 
 
 def _prefill(command: PrefillCommand) -> None:
@@ -118,7 +118,7 @@ class DecodeCommand(_RunCommand):
     """Measure how fast tokens come after a prompt, and what is moved for them."""
 
     tokens: int = 64
-    """Tokens to generate."""
+    """Tokens to generate, of which the first two are not measured."""
     routing: tyro.conf.OmitArgPrefixes[RoutingOptions] = field(default_factory=RoutingOptions)
 
 

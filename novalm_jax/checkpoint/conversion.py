@@ -71,7 +71,7 @@ def convert_checkpoint(source: str | Path, destination: str | Path, options: Con
 
     Raises:
       OptionError: the folder cannot be made there, or holds something else.
-      CheckpointError, ConfigError: the source cannot be read.
+      CheckpointError, ConfigError: the source cannot be read, or is a store that is not what was written.
       WriteError: the destination cannot be written.
     """
     options = options or ConvertOptions()
@@ -85,6 +85,8 @@ def convert_checkpoint(source: str | Path, destination: str | Path, options: Con
             return _convert(_Opened(folder, orbax.raw, orbax.family, orbax.config, orbax, files), place, options)
     checkpoint = Checkpoint.open(folder)
     with TensorReader() as reader:
+        # Damage would get checksums of its own.
+        checkpoint.verify(reader)
         weights, needless = StoredSource(checkpoint.weights, reader), checkpoint.weights.ignored
         described = (checkpoint.raw, checkpoint.family, checkpoint.config)
         return _convert(_Opened(folder, *described, weights, weights.files, needless), place, options)

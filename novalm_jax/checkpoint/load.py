@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +25,9 @@ from novalm_jax.checkpoint.dtypes import numpy_dtype, rounded
 from novalm_jax.checkpoint.files import CONFIG, TensorReader, list_tensors
 from novalm_jax.checkpoint.header import StoredTensor, read_json
 from novalm_jax.checkpoint.hub import find_folder
-from novalm_jax.checkpoint.mapping import Assignment, Piece, Shape, WeightMap, map_weights
+from novalm_jax.checkpoint.mapping import Assignment, Piece, Shape, WeightMap, is_expert, map_weights
 from novalm_jax.checkpoint.progress import Advance, bytes_bar
-from novalm_jax.checkpoint.store import is_store, map_store, read_checksums
+from novalm_jax.checkpoint.store import RecordChecks, is_store, map_store, read_checksums
 from novalm_jax.config import ModelConfig
 from novalm_jax.errors import CheckpointError, ConfigError
 from novalm_jax.models.decoder import Decoder
@@ -98,7 +99,7 @@ class Checkpoint:
         raw, family, config = read_config(folder)
         shapes = _shapes(folder, config, stored)
         if is_store(folder):
-            weights, checksums = map_store(folder, shapes, stored), read_checksums(folder)
+            weights, checksums = map_store(folder, shapes, stored), read_checksums(folder, shapes)
         else:
             weights, checksums = map_weights(family, shapes, stored, family.count_extra_layers(raw)), {}
         return cls(folder, raw, family, config, weights, checksums)
@@ -123,10 +124,11 @@ class Checkpoint:
         """Parameters by their paths, those that a dtype is given for. Threads and files are there until `close`.
 
         Raises:
-          CheckpointError: as `load`.
+          CheckpointError: as `load`; an expert of a store is not what was written.
         """
         order = sorted((each for each in self.weights.assignments if each.path in dtypes), key=_place)
         pieces = [piece for assignment in order for piece in assignment.pieces]
+        checks = self._record_checks(order)
         with (
             TensorReader() as reader,
             ThreadPoolExecutor(_READERS) as pool,
@@ -139,7 +141,34 @@ class Checkpoint:
                 announce(count)
 
             for assignment in order:
-                yield assignment.path, read_parameter(reader, assignment, dtypes[assignment.path], advanced, pool)
+                path = assignment.path
+                took = partial(checks.took, path) if checks is not None and is_expert(path) else None
+                yield path, read_parameter(reader, assignment, dtypes[path], advanced, pool, took)
+
+    def verify(self, reader: TensorReader) -> None:
+        """Reads all records whose checksums are known.
+
+        Raises:
+          CheckpointError: one is not what was written, or cannot be read.
+        """
+        experts = sorted((each for each in self.weights.assignments if is_expert(each.path)), key=_place)
+        checks = self._record_checks(experts)
+        if checks is not None:
+            size = sum(piece.nbytes for each in experts for piece in each.pieces)
+            with bytes_bar("checking", size) as advance:
+                for each in experts:
+                    for expert, piece in enumerate(each.pieces):
+                        stored = np.empty(piece.nbytes, np.uint8)
+                        reader.read_into(piece.tensor, stored, piece.start)
+                        checks.took(each.path, expert, stored)
+                        advance(piece.nbytes)
+
+    def _record_checks(self, order: Sequence[Assignment]) -> RecordChecks | None:
+        """Checks of records, where all of their arrays are read and their checksums are known."""
+        experts = [each.path for each in order if is_expert(each.path)]
+        if not experts or len(experts) < sum(is_expert(each.path) for each in self.weights.assignments):
+            return None
+        return RecordChecks(self.folder, self.checksums, experts) if self.checksums else None
 
 
 def load_model(path: str | Path, dtype: str = "float32", shardings: Shardings | None = None) -> Decoder:
@@ -233,48 +262,52 @@ def read_parameter(
     dtype: np.dtype,
     advance: Advance = lambda count: None,
     pool: Executor | None = None,
+    took: Callable[[int, np.ndarray], None] | None = None,
 ) -> np.ndarray:
     """One parameter of shape `assignment.shape`, read part by part and rounded to `dtype`, bfloat16 or float32.
 
     With a pool its threads read: one waits for the disk while another rounds, or first touches new memory. Beside the
-    parameter each takes the memory of one part.
+    parameter each takes the memory of one part. `took` is given the rows that are stored one by one, each as a whole
+    and as it is stored.
 
     Raises:
-      CheckpointError: a file went away, ends too early or cannot be read; a finite number becomes infinite.
+      CheckpointError: a file went away, ends too early or cannot be read; a finite number becomes infinite; or `took`
+        says so.
     """
     whole = aligned_array(assignment.shape, dtype)
 
     def read(part: _Part) -> int:
         stored = numpy_dtype(part.tensor.dtype)
-        if stored == dtype:
-            reader.read_into(part.tensor, _bytes(part.out), part.start)
-        else:
-            scratch = np.empty(part.out.shape, stored)
-            reader.read_into(part.tensor, _bytes(scratch), part.start)
-            rounded(f"{part.tensor.file}: tensor {part.tensor.name}", scratch, dtype, part.out)
-        return part.out.size * stored.itemsize
+        read = part.out if stored == dtype else np.empty(part.out.shape, stored)
+        reader.read_into(part.tensor, _bytes(read), part.start)
+        if took is not None and part.row is not None:
+            took(part.row, read)
+        if read is not part.out:
+            rounded(f"{part.tensor.file}: tensor {part.tensor.name}", read, dtype, part.out)
+        return read.nbytes
 
-    parts = [part for piece in assignment.pieces for part in _parts(piece, whole)]
+    parts = [part for piece in assignment.pieces for part in _parts(piece, whole, rows_whole=took is not None)]
     for count in map(read, parts) if pool is None else pool.map(read, parts):
         advance(count)
     return whole
 
 
 class _Part(NamedTuple):
-    """Bytes of a tensor, from `start` on, and the place in memory for them."""
+    """Bytes of a tensor, from `start` on, the place in memory for them, and the row that they are of; None: several."""
 
     tensor: StoredTensor
     start: int
     out: np.ndarray
+    row: int | None
 
 
-def _parts(piece: Piece, whole: np.ndarray) -> Iterator[_Part]:
-    """A piece in parts of `_PART` bytes, or of one row where that takes more."""
+def _parts(piece: Piece, whole: np.ndarray, rows_whole: bool) -> Iterator[_Part]:
+    """A piece in parts of `_PART` bytes, or of one row where that takes more; or as a whole, where it fills a row."""
     out = whole if piece.row is None else whole[piece.row]
     row_bytes = piece.nbytes // max(1, len(out))
-    step = max(1, _PART // max(1, row_bytes))
+    step = max(1, len(out)) if rows_whole and piece.row is not None else max(1, _PART // max(1, row_bytes))
     for row in range(0, len(out), step):
-        yield _Part(piece.tensor, piece.start + row * row_bytes, out[row : row + step])
+        yield _Part(piece.tensor, piece.start + row * row_bytes, out[row : row + step], piece.row)
 
 
 def _announcer(reader: TensorReader, pieces: Sequence[Piece]) -> Advance:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from novalm_jax.checkpoint.header import StoredTensor, read_json
-from novalm_jax.checkpoint.mapping import Assignment, Piece, Shape, WeightMap, is_expert
+from novalm_jax.checkpoint.mapping import Assignment, Piece, Shape, WeightMap, expert_paths, is_expert
 from novalm_jax.errors import CheckpointError, some
 
 STORE = "store.json"
@@ -62,28 +62,63 @@ def map_store(folder: Path, shapes: Mapping[str, Shape], stored: Mapping[str, St
     return WeightMap(tuple(assignments), ())
 
 
-def read_checksums(folder: Path) -> dict[tuple[int, int], int]:
-    """(layer, expert) -> checksum, of all records of a store.
+def read_checksums(folder: Path, shapes: Mapping[str, Shape]) -> dict[tuple[int, int], int]:
+    """(layer, expert) -> checksum, of all records of a store with parameters of these shapes.
 
     Raises:
-      CheckpointError: store.json is damaged, or of a version that is not known here.
+      CheckpointError: store.json is damaged, of a version that is not known here, or of another model.
     """
+    counts = {layer: shapes[paths[0]][0] for layer, paths in expert_paths(shapes).items()}
+    records = {(layer, expert) for layer, count in counts.items() for expert in range(count)}
     content = read_json(folder / STORE)
     try:
         if content["version"] != VERSION:
             raise CheckpointError(f"{folder / STORE}: version {content['version']} is not known here; {VERSION} is.")
-        return {
+        checksums = {
             (int(layer), expert): int(value)
             for layer, values in content["crc32"].items()
             for expert, value in enumerate(values)
         }
+        if strange := sorted(checksums.keys() ^ records):
+            raise ValueError(f"expert {strange[0][1]} of layer {strange[0][0]}, there or in config.json alone")
+        return checksums
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{folder / STORE} is damaged: {error!r}. Convert the checkpoint anew.") from None
 
 
-def checksum(arrays: Sequence[np.ndarray]) -> int:
-    """CRC-32 of the bytes of these arrays, one after another."""
-    value = 0
+class RecordChecks:
+    """Checks the records of a store whose arrays are read one after another, as a model is loaded. Threads may take
+    different experts."""
+
+    def __init__(self, folder: Path, checksums: Mapping[tuple[int, int], int], paths: Sequence[str]):
+        """`paths` are the arrays that are read, in the order of the file; of a layer all, or it is not checked."""
+        self._folder = folder
+        self._checksums = checksums
+        self._last = {_layer_of(path): path for path in paths}
+        self._sums = dict.fromkeys(checksums, 0)
+
+    def took(self, path: str, expert: int, stored: np.ndarray) -> None:
+        """An array of a record was read.
+
+        Raises:
+          CheckpointError: it was the last one, and the record is not what was written.
+        """
+        record = _layer_of(path), expert
+        self._sums[record] = checksum([stored], self._sums[record])
+        if self._last[record[0]] == path and self._sums[record] != self._checksums[record]:
+            raise CheckpointError(
+                f"{self._folder}: expert {expert} of layer {record[0]} is not what was written; its checksum differs. "
+                "Check the disk, or convert the checkpoint that the store was made from anew."
+            )
+
+
+def _layer_of(path: str) -> int:
+    """The number in layers.N.feed_forward.experts.gate, or so."""
+    return int(path.split(".")[1])
+
+
+def checksum(arrays: Sequence[np.ndarray], value: int = 0) -> int:
+    """CRC-32 of the bytes of these arrays, one after another, and after those that `value` is of."""
     for array in arrays:
         value = zlib.crc32(array.reshape(-1).view(np.uint8).data, value)
     return value

@@ -58,6 +58,8 @@ class Engine:
         self._requests: list[Request] = []
         self._prefilling: _Prefill | None = None
         self._closed = self._freed = False
+        # What closed it, where nobody did.
+        self._error: Exception | None = None
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.compute_seconds = 0.0
@@ -69,7 +71,7 @@ class Engine:
           EngineError: the engine is closed.
         """
         with self._lock:
-            self._check_open()
+            self.check_open()
             self._requests = [*self._requests, *requests]
 
     def run_until_ended(self, request: Request) -> None:
@@ -112,7 +114,7 @@ class Engine:
           EngineError: the step failed, or the engine is closed.
         """
         with self._lock:
-            self._check_open()
+            self.check_open()
             try:
                 self._release()
                 self._prefill()
@@ -124,16 +126,29 @@ class Engine:
                     raise EngineError(f"A step failed, and the requests in it are lost: {error}") from error
                 raise
 
+    def check_open(self) -> None:
+        """Returns where the engine is open.
+
+        Raises:
+          CheckpointError: weights could not be read, which closed it.
+          EngineError: it is closed.
+        """
+        if isinstance(self._error, CheckpointError):
+            raise CheckpointError(str(self._error)) from self._error
+        if self._closed:
+            raise EngineError("This LLM is closed; make a new one.") from self._error
+
     @contextmanager
     def spare_row(self) -> Iterator[int]:
         """A row of the cache for work outside the requests, which wait meanwhile. What fails in it ends those that
-        run: their rows are lost with the caches.
+        run: their rows are lost with the caches. Such work asks `check_open` now and then, so that it ends with the
+        engine.
 
         Raises:
           CheckpointError, EngineError: the engine is closed, or a step failed before a row was free.
         """
         with self._lock:
-            self._check_open()
+            self.check_open()
             # The memory of prompts that are on their way is needed for it, too.
             while self._prefilling or not self._free_rows():
                 self.step()
@@ -152,6 +167,8 @@ class Engine:
         self._closed = True
         with self._lock:
             for request in self._requests:
+                if request.finish_reason is None and not request.dropped:
+                    request.error = EngineError("The LLM was closed before this request had ended.")
                 request.finish("abort")
             self._requests = []
             self._drop_prompts()
@@ -159,10 +176,6 @@ class Engine:
                 self._executor.close()
                 self._sampler.close()
                 self._freed = True
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineError("This LLM is closed; make a new one.")
 
     def _placed(self) -> list[Request]:
         """Those that have a row."""
@@ -264,6 +277,8 @@ class Engine:
         """Ends what runs: its rows are lost with the caches. Without all weights there is nothing left to run: where
         they cannot be read, everything ends."""
         lost = isinstance(error, CheckpointError) or self._executor.broken
+        if lost and isinstance(error, Exception):
+            self._error = self._error or error
         for request in self._requests if lost else self._placed():
             if request.finish_reason is None:
                 request.error = error if isinstance(error, Exception) else None

@@ -85,10 +85,13 @@ class Executor(ABC):
                 del x
             del through
 
-    def prefill_logits(self, row: int, tokens: Sequence[int], known: int) -> np.ndarray:
-        """Puts a prompt, a part of a sequence of which `known` tokens are known, into a row of the cache. Returns the
-        logits of all of its tokens: float32 `[t, v]`, brought to the host block by block."""
-        out = np.empty((len(tokens), self._programs.config.vocab_size), np.float32)
+    def prefill_logits(self, row: int, tokens: Sequence[int], known: int, out: np.ndarray) -> Generator[None]:
+        """Puts a prompt, a part of a sequence of which `known` tokens are known, into a row of the cache, and fills
+        `out`, float32 `[t, v]`, with the logits of all of its tokens, brought to the host block by block.
+
+        Yields:
+          At every border between layers.
+        """
         begin = 0
         for through in self._through_layers(self._chunks(Prompt(row, tokens), known)):
             if through is not None:
@@ -97,7 +100,7 @@ class Executor(ABC):
                 begin += chunk.length
                 del x
             del through
-        return out
+            yield
 
     def decode(
         self, tokens: Sequence[int], rows: Sequence[int], positions: Sequence[int], known: Sequence[int]

@@ -11,6 +11,7 @@ import operator
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -198,7 +199,8 @@ class LLM:
 
         Raises:
           RequestError: no tokens, too many, ids outside the vocabulary, or `decode_from` not in 1 to t.
-          EngineError: the LLM is closed.
+          CheckpointError: weights could not be read.
+          EngineError: the LLM is closed, perhaps meanwhile.
         """
         ids = self._checked_ids(token_ids, "token_ids", most=self.context_length)
         try:
@@ -209,8 +211,11 @@ class LLM:
             raise RequestError(f"decode_from: {first} is not between 1 and the {len(ids)} tokens there are.")
         logits = np.empty((len(ids), self.config.vocab_size), np.float32)
         with self._engine.spare_row() as row:
-            logits[:first] = self._executor.prefill_logits(row, ids[:first], known=len(ids))
+            with closing(self._executor.prefill_logits(row, ids[:first], len(ids), logits[:first])) as borders:
+                for _ in borders:
+                    self._engine.check_open()
             for position in range(first, len(ids)):
+                self._engine.check_open()
                 decoded = self._executor.decode([ids[position]], [row], [position], [len(ids)])
                 logits[position] = np.asarray(decoded.logits)[0]
                 del decoded

@@ -71,10 +71,12 @@ class Request:
 
         Raises:
           CheckpointError: weights that it needed could not be read.
-          EngineError: a step failed and took it along.
+          EngineError: a step failed and took it along, or the LLM was closed.
         """
         if isinstance(self.error, CheckpointError):
             raise CheckpointError(str(self.error)) from self.error
+        if isinstance(self.error, EngineError):
+            raise EngineError(str(self.error)) from self.error
         if self.error is not None:
             raise EngineError(f"A step failed, and this request is lost with it: {self.error}") from self.error
         return self.finish_reason is not None

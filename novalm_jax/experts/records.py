@@ -143,7 +143,7 @@ class RecordReader:
         if known is not None and known != checksum(arrays):
             raise CheckpointError(
                 f"{first.tensor.file}: the record from byte {first.offset} of the file on is not what was written; its "
-                "checksum differs. Check the disk, or convert the checkpoint anew."
+                "checksum differs. Check the disk, or convert the checkpoint that the store was made from anew."
             )
 
 

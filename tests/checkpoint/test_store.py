@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file
 from novalm_jax.checkpoint.conversion import convert_checkpoint
 from novalm_jax.checkpoint.dtypes import BFLOAT16
 from novalm_jax.checkpoint.files import list_tensors
+from novalm_jax.checkpoint.header import StoredTensor
 from novalm_jax.checkpoint.load import Checkpoint, abstract_model, load_model
 from novalm_jax.checkpoint.mapping import is_expert
 from novalm_jax.convert import main
@@ -113,15 +115,20 @@ def test_a_store_can_be_rounded_on_the_way(tmp_path: Path) -> None:
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_byte_that_changed_is_found_by_the_record_it_is_in(store: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    shutil.copytree(store, folder)
-    tensor = list_tensors(folder)["layers.1.feed_forward.experts.up.2"]
+def damage(tensor: StoredTensor) -> None:
+    """Changes one bit."""
     with tensor.file.open("r+b") as file:
         file.seek(tensor.offset + 5)
         (byte,) = file.read(1)
         file.seek(tensor.offset + 5)
         file.write(bytes([byte ^ 1]))
+
+
+def test_a_byte_that_changed_is_found_by_the_record_it_is_in(store: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    shutil.copytree(store, folder)
+    tensor = list_tensors(folder)["layers.1.feed_forward.experts.up.2"]
+    damage(tensor)
     checkpoint = Checkpoint.open(folder)
     layout = record_layout(abstract_model(checkpoint.config))
     reader = RecordReader(checkpoint, np.dtype(np.float32))
@@ -131,6 +138,38 @@ def test_a_byte_that_changed_is_found_by_the_record_it_is_in(store: Path, tmp_pa
     rounding = RecordReader(checkpoint, BFLOAT16)
     with pytest.raises(CheckpointError, match="checksum differs"):
         rounding.read_into(Record(1, 2), new_record(record_layout(abstract_model(checkpoint.config, "bfloat16"))))
+
+
+@pytest.mark.parametrize("array", ["gate", "up", "down"])
+def test_a_byte_that_changed_is_found_when_all_is_loaded_and_before_it_is_converted(
+    store: Path, tmp_path: Path, array: str
+) -> None:
+    folder = tmp_path / "store"
+    shutil.copytree(store, folder)
+    damage(list_tensors(folder)[f"layers.1.feed_forward.experts.{array}.2"])
+    says = rf"{folder}: expert 2 of layer 1 is not what was written; its checksum differs"
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(CheckpointError, match=says):
+            load_model(folder, dtype)
+    for form in ("safetensors", "store"):
+        with pytest.raises(CheckpointError, match=says):
+            convert_checkpoint(folder, tmp_path / "new", ConvertOptions(to=form))
+        assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda sums: sums.clear(), lambda sums: sums["1"].pop(), lambda sums: sums.update({"99": [1]})],
+    ids=["no checksums", "one too few", "of a layer that is not there"],
+)
+def test_checksums_of_another_model_are_refused(store: Path, tmp_path: Path, change: Callable[[Any], Any]) -> None:
+    folder = tmp_path / "store"
+    shutil.copytree(store, folder)
+    content = json.loads((folder / "store.json").read_text())
+    change(content["crc32"])
+    (folder / "store.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"store.json is damaged: .*expert \d+ of layer \d+"):
+        Checkpoint.open(folder)
 
 
 @pytest.mark.parametrize(

@@ -124,10 +124,11 @@ def damage(request: pytest.FixtureRequest, own_folder: Path, monkeypatch: pytest
     return Damage(request.param, own_folder, monkeypatch)
 
 
-def check_it_is_over(llm: LLM) -> None:
-    with pytest.raises(EngineError, match="closed"):
+def check_it_is_over(llm: LLM, error: type[Exception] = CheckpointError, says: str = "cannot be read") -> None:
+    """Whoever comes later is told why, too."""
+    with pytest.raises(error, match=says):
         llm.generate([IDS], GREEDY)
-    with pytest.raises(EngineError, match="closed"):
+    with pytest.raises(error, match=says):
         llm.logits(IDS)
     assert llm.report().uploads > 0
 
@@ -209,7 +210,7 @@ def test_an_upload_that_fails_ends_everything(moe_folder, monkeypatch):
     monkeypatch.setattr(fetcher_module, "copy_to_device", fail)
     with pytest.raises(EngineError, match="no room on the device"):
         llm.generate([IDS], GREEDY)
-    check_it_is_over(llm)
+    check_it_is_over(llm, EngineError, "closed")
 
 
 def test_a_model_in_memory_needs_its_files_no_more(own_folder):
@@ -258,12 +259,36 @@ def test_closing_in_the_middle_of_a_prompt_from_another_thread(moe_folder, monke
 
     outcome, closed = in_threads(lambda: llm.generate([LONG], ENDLESS), close)
     assert closed is None
-    if isinstance(outcome, BaseException):
-        assert isinstance(outcome, EngineError) and "closed" in str(outcome), repr(outcome)
-    else:
-        assert outcome[0].finish_reason == "abort"
+    assert isinstance(outcome, EngineError) and "closed" in str(outcome), repr(outcome)
     # No layer began after the one that was running.
     assert next(calls) == LAYERS + 3
+
+
+@pytest.mark.parametrize(("layer", "part"), [(1, "the prompt"), (2 * LAYERS + 1, "decoding")])
+def test_closing_in_the_middle_of_logits(moe_folder, monkeypatch, layer, part):
+    llm = streamed(moe_folder, CHOSEN, prefetch="off")
+    waves, calls, under_way = Streamer.waves, itertools.count(), threading.Event()
+
+    def counted(self: Streamer, *arguments: Any, **others: Any) -> Any:
+        if next(calls) == layer:
+            under_way.set()
+            deadline = time.monotonic() + 60
+            while not llm._engine._closed:
+                assert time.monotonic() < deadline
+                time.sleep(1e-3)
+        return waves(self, *arguments, **others)
+
+    monkeypatch.setattr(Streamer, "waves", counted)
+
+    def close() -> None:
+        assert under_way.wait(60)
+        llm.close()
+
+    outcome, closed = in_threads(lambda: llm.logits(IDS, decode_from=len(IDS) - 3), close)
+    assert closed is None
+    assert isinstance(outcome, EngineError) and "closed" in str(outcome), repr(outcome)
+    # A prompt ends at the border of a layer, decoding after its step.
+    assert next(calls) == (layer + 1 if part == "the prompt" else 3 * LAYERS)
 
 
 def test_a_model_that_nobody_closes_leaves_no_threads(moe_folder):

@@ -144,7 +144,10 @@ def test_every_parameter_names_its_axes(case: str) -> None:
 def stepwise(executor: Executor, ids: np.ndarray) -> np.ndarray:
     """Logits `[b, t, v]`: a prefill up to SPLIT, then all sequences together, token by token."""
     b, t = ids.shape
-    parts = [np.stack([executor.prefill_logits(row, ids[row, :SPLIT].tolist(), t) for row in range(b)])]
+    parts = [np.empty((b, SPLIT, executor._programs.config.vocab_size), np.float32)]
+    for row in range(b):
+        for _ in executor.prefill_logits(row, ids[row, :SPLIT].tolist(), t, parts[0][row]):
+            pass
     for at in range(SPLIT, t):
         step = executor.decode(ids[:, at].tolist(), list(range(b)), [at] * b, [t] * b)
         parts.append(np.asarray(step.logits)[:b, None])
