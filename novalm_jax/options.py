@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -149,8 +150,9 @@ class EngineOptions:
     dense_weights: Literal["auto", "device", "stream"] = "auto"
     """Where weights are that every token needs. device: there, or the model is refused. stream: layer by layer from
     the host, with as many layers on the device as have room. auto: on the device if they fit, else streamed."""
-    policy: Literal["decayed", "lru"] = "decayed"
-    """Which expert leaves when a slot is needed: the one that was used least, or longest ago."""
+    policy: Literal["default", "decayed", "lfu", "lru"] = "default"
+    """Which expert leaves when a slot is needed: the one expected to be unused for longest, that with the lowest
+    decayed count or count of uses, or that used longest ago."""
     prefetch: Literal["lookahead", "off"] = "lookahead"
     """lookahead: fetch experts that the router of the next layer would choose for the hidden state of this one."""
     link: str | int | None = None
@@ -184,10 +186,7 @@ class EngineOptions:
     @property
     def link_rate(self) -> int | None:
         """`link` in bytes a second."""
-        if self.link is None:
-            return None
-        size = self.link.removesuffix("/s") if isinstance(self.link, str) else self.link
-        return parse_size(size, name="link")
+        return _size_of(self, "link")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -295,7 +294,7 @@ class SweepOptions(_Checked):
     """How often each cell is measured, in turns with the others; medians count."""
     dtype: Dtype = "bfloat16"
     """What weights are rounded to and computed in."""
-    policy: Literal["decayed", "lru"] = "decayed"
+    policy: Literal["default", "decayed", "lfu", "lru"] = "default"
     """Which expert leaves when a slot is needed."""
     host_memory: str | int = "auto"
     """Pinned host memory to use at most (0: none)."""
@@ -336,6 +335,70 @@ class SweepOptions(_Checked):
             bounds = "above 0" if most == math.inf else f"above 0 and at most {most:g}"
             raise OptionError(f"{name}: expected numbers {bounds} with commas between them, got {_shown(given)}.")
         return numbers
+
+
+@dataclass(frozen=True)
+class SimulateOptions(_Checked):
+    """What a cache of experts is tried with. Lists are separated by commas.
+
+    Raises:
+      OptionError: a value outside its range; the message names the option.
+    """
+
+    slots: str = "6%,12%,25%,50%"
+    """Slots on the device: numbers, or with % parts of all experts."""
+    policy: str = "default,lru,belady"
+    """Which expert leaves when a slot is needed: default, decayed, lfu, lru, or belady, which knows the future."""
+    batch: int | None = None
+    """Sequences side by side; where one ends the next begins. None: as recorded."""
+    pool: Literal["global", "layer"] = "global"
+    """One pool for all layers, or the same number of slots in each."""
+    record_bytes: str | int | None = None
+    """Bytes of an expert (9MB), where the recording does not say."""
+    link: str | int | None = None
+    """Bytes a second of the way to the device (25GB/s)."""
+    compute_ms: float = 0.0
+    """Milliseconds that a step takes with all experts on the device."""
+
+    def __post_init__(self) -> None:
+        _one_of(self, "pool")
+        if self.batch is not None:
+            self._whole("batch", 1, 2**31 - 1)
+        self._real("compute_ms", 0.0, 1e9)
+        known = ("default", "decayed", "lfu", "lru", "belady")
+        if strange := [name for name in self.policies if name not in known]:
+            raise OptionError(f"policy: {_shown(strange[0])} is not one of {', '.join(known)}.")
+        self.slots_of(100)
+        for name in ("record_bytes", "link"):
+            if _size_of(self, name) == 0:
+                raise OptionError(f"{name}: {_shown(getattr(self, name))} is nothing; give 9MB, or so.")
+
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        """`record_bytes` and `link` as numbers."""
+        return _size_of(self, "record_bytes"), _size_of(self, "link")
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """`policy`, one by one."""
+        return tuple(part.strip() for part in self.policy.split(","))
+
+    def slots_of(self, records: int) -> tuple[int, ...]:
+        """`slots` as numbers, of so many records; at least 1 each.
+
+        Raises:
+          OptionError: something else, or more than all.
+        """
+        found = []
+        for part in self.slots.split(","):
+            match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%?)\s*", part)
+            number = float(match[1]) * (records / 100 if match[2] else 1) if match else 0.0
+            if not match or not number or (number > records and match[2]) or (number != int(number) and not match[2]):
+                raise OptionError(
+                    f"slots: expected numbers or percentages (25%) with commas between them, got {_shown(part)}."
+                )
+            found.append(min(records, max(1, round(number))))
+        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -476,6 +539,14 @@ def check_dtype(dtype: str) -> None:
     """
     if dtype not in get_args(Dtype):
         raise OptionError(f"dtype: {dtype!r} is not one of {', '.join(get_args(Dtype))}.")
+
+
+def _size_of(options: Any, name: str) -> int | None:
+    """The bytes, or bytes a second, of a field."""
+    value = getattr(options, name)
+    return (
+        None if value is None else parse_size(value.removesuffix("/s") if isinstance(value, str) else value, name=name)
+    )
 
 
 def _one_of(options: object, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Recorded routing: both kinds of files, what does not fit, and that decoding really uses what was recorded."""
+"""Recorded routing: what does not fit, and that decoding really uses what was recorded."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 
 from novalm_jax import SamplingParams, bench
-from novalm_jax.benchmarks.replaying import ReplayingLLM
-from novalm_jax.benchmarks.routing import RecordedRouting, predict, read_routing
+from novalm_jax.benchmarks.replaying import ReplayingLLM, predict
 from novalm_jax.checkpoint.load import Checkpoint
 from novalm_jax.engine.streamed import StreamedExecutor
 from novalm_jax.errors import OptionError
 from novalm_jax.experts import fetcher as fetcher_module
 from novalm_jax.experts.governor import Governor
+from novalm_jax.experts.policy import POLICIES
 from novalm_jax.experts.records import Record
 from novalm_jax.experts.slots import NOWHERE
 from novalm_jax.experts.streamer import Streamer
+from novalm_jax.experts.traces import Trace
 from streamed_helpers import least_bytes
 from tiny_checkpoints import tiny_checkpoint
 
@@ -43,84 +44,16 @@ def memory(folder) -> int:
     return least_bytes(folder, **OPTIONS) + (SLOTS - CHOSEN) * RECORD
 
 
-def recording(tokens: int = 40, layers: int = LAYERS, chosen: int = CHOSEN, experts: int = EXPERTS) -> RecordedRouting:
+def recording(tokens: int = 40, layers: int = LAYERS, chosen: int = CHOSEN, experts: int = EXPERTS) -> Trace:
     """Some experts more often than others."""
     draw = np.random.default_rng(5)
     likely = draw.dirichlet(np.full(experts, 0.5), layers)
     chosen_ones = [[draw.choice(experts, chosen, False, p) for p in likely] for _ in range(tokens)]
-    return RecordedRouting("made.npz", np.array(chosen_ones, np.uint8))
+    return Trace.of_rows("made.npz", np.array(chosen_ones, np.uint8))
 
 
 def greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-def as_table(experts: np.ndarray) -> str:
-    """As a .csv file, with a prompt before and rows in no order."""
-    rows = [
-        f"0,1,{7 + token},{layer + 1},{slot},{expert},0.5,0,1000"
-        for (token, layer, slot), expert in np.ndenumerate(experts)
-    ]
-    np.random.default_rng(0).shuffle(rows)
-    prompt = ["0,0,0,1,0,99,0.5,0,1000", "0,0,0,1,1,98,0.5,0,1000"]
-    head = ["# route_trace v1", "# layer=1 expert_bytes=1000"]
-    columns = "turn,phase,step,layer,slot,expert,weight,residency,expert_bytes"
-    return "\n".join([*head, columns, *prompt, *rows]) + "\n"
-
-
-def test_both_kinds_of_files_give_the_experts_in_order(tmp_path) -> None:
-    experts = recording(tokens=5, chosen=3).experts
-    np.savez(tmp_path / "a.npz", experts=experts, weights_u8=experts, seq_len=np.array([2, 3]))
-    (tmp_path / "a.route.csv").write_text(as_table(experts))
-    for name in ("a.npz", "a.route.csv"):
-        recorded = read_routing(tmp_path / name)
-        assert recorded.name == name
-        np.testing.assert_array_equal(recorded.experts, experts)
-
-
-def test_a_step_of_another_turn_is_another_token(tmp_path) -> None:
-    lines = ["turn,phase,step,layer,slot,expert", "0,1,4,0,0,5", "1,1,2,0,0,6", "1,1,4,0,0,7"]
-    (tmp_path / "turns.csv").write_text("\n".join(lines))
-    assert read_routing(tmp_path / "turns.csv").experts.tolist() == [[[5]], [[6]], [[7]]]
-
-
-BROKEN: dict[str, tuple[Any, str]] = {
-    "gone.npz": (None, "No such file"),
-    "routing.txt": (b"experts", "neither .npz nor .csv"),
-    "other.npz": ({"expert": np.zeros((2, 2, 2), np.uint8)}, "experts"),
-    "float.npz": ({"experts": np.zeros((2, 2, 2))}, r"float64 \[2, 2, 2\]"),
-    "flat.npz": ({"experts": np.zeros((2, 2), np.uint8)}, r"uint8 \[2, 2\]"),
-    "empty.npz": ({"experts": np.zeros((0, 2, 2), np.uint8)}, r"uint8 \[0, 2, 2\]"),
-    "negative.npz": ({"experts": np.full((1, 2, 2), -1)}, "int64"),
-    "pickled.npz": ({"experts": np.array([[["x"]]], object)}, "pickle"),
-    "noise.npz": (b"PK\x03\x04" + bytes(50), "zip"),
-    "plain.npz": (np.zeros(3), ""),
-    "columns.csv": (b"turn,phase,step,layer,slot\n0,1,0,0,0\n", "no column expert"),
-    "short.csv": (b"turn,phase,step,layer,slot,expert\n0,1,0,0,0\n", "NoneType"),
-    "words.csv": (b"turn,phase,step,layer,slot,expert\n0,1,0,0,zero,1\n", "zero"),
-    "bytes.csv": (b"\xff\xfe", "utf-8"),
-    "prompt.csv": (b"turn,phase,step,layer,slot,expert\n0,0,0,0,0,1\n", r"\[0, 0, 0\]"),
-    "hole.csv": (b"turn,phase,step,layer,slot,expert\n0,1,0,0,0,1\n0,1,0,1,0,1\n0,1,1,0,0,1\n", "same number"),
-    "twice.csv": (b"turn,phase,step,layer,slot,expert\n0,1,0,0,0,1\n0,1,0,0,0,2\n", "same number"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_what_is_no_recording_is_refused(tmp_path, name) -> None:
-    content, says = BROKEN[name]
-    path = tmp_path / name
-    if isinstance(content, dict):
-        np.savez(path, **content)
-    elif isinstance(content, np.ndarray):
-        with path.open("wb") as file:
-            np.save(file, content)
-    elif content is not None:
-        path.write_bytes(content)
-    with pytest.raises(OptionError, match=rf"routing: .*{name} is no recorded routing: .*{says}"):
-        read_routing(path)
 
 
 # --- what fits -------------------------------------------------------------------------------------------------------
@@ -228,7 +161,7 @@ def test_decode_steps_use_the_recorded_experts_and_begin_again_after_the_last(fo
         assert used[-LAYERS:] == expected[:LAYERS]
 
 
-@pytest.mark.parametrize("policy", ["decayed", "lru"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_hits_are_those_of_a_simulation(folder, memory, monkeypatch, policy) -> None:
     arrived = fetcher_module.Fetcher.arrived
 
@@ -266,7 +199,7 @@ def simulated_hits(streamer: Streamer, tokens: np.ndarray) -> int:
             for record in missing:
                 if (slot := table.empty_slot()) is None:
                     slots, in_layers, in_experts = table.listed(but=new)
-                    slot = int(slots[policy.victim(step, layer, in_layers, in_experts)])
+                    slot = int(slots[np.argmin(policy.worth(step, layer, in_layers, in_experts))])
                     table.clear(slot)
                 table.put(record, slot)
                 new.append(slot)

@@ -93,7 +93,7 @@ def test_without_a_recording_the_model_is_replayed_itself(folder, capsys) -> Non
     head, empty, cells, empty_again, foot = (part.splitlines() for part in split(capsys.readouterr().out))
     assert not empty and not empty_again
     assert head[1:] == ["routing  of the model itself", "tokens   4 after 3, medians of 1"]
-    assert head[0].endswith("(float32, decayed), 48 experts")
+    assert head[0].endswith("(float32, default), 48 experts")
     assert cells[0].split() == "slots of them ratio link prefetch tokens/s hits prefetching of ideal".split()
     assert cells[1].split()[:4] == ["25", "%", "12", "1"] and len(cells) == 2
     assert "iB/s" in cells[1] and "oracle" in cells[1]

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from novalm_jax.benchmarks.routing import RecordedRouting, predict
 from novalm_jax.config import MoEConfig
 from novalm_jax.engine.executor import Executor
 from novalm_jax.engine.functions import Decoded, DecodeStep
@@ -22,6 +21,7 @@ from novalm_jax.engine.streamed import StreamedExecutor
 from novalm_jax.errors import OptionError
 from novalm_jax.experts.governor import Governor
 from novalm_jax.experts.records import moe_layers
+from novalm_jax.experts.traces import Trace
 from novalm_jax.models.router import Routing
 
 Recorded = np.ndarray | Sequence[Sequence[np.ndarray]]
@@ -101,7 +101,7 @@ class ReplayingLLM(LLM):
       replaying: its executor.
     """
 
-    def __init__(self, model: str | Path | None, recorded: RecordedRouting | None, **options: Any):
+    def __init__(self, model: str | Path | None, recorded: Trace | None, **options: Any):
         """Loads a checkpoint.
 
         Args:
@@ -131,3 +131,12 @@ class ReplayingLLM(LLM):
         if experts is not None:
             executor.replay(experts)
         return executor
+
+
+def predict(experts: np.ndarray, count: int, accuracy: float, seed: Sequence[int]) -> np.ndarray:
+    """What lookahead of some accuracy says before int `experts` `[k]` are chosen out of `count`: each of them with this
+    probability, else another one; `count` where there is none. The same for the same seed."""
+    draw = np.random.default_rng(seed)
+    others = draw.permutation(np.setdiff1d(np.arange(count), experts))[: len(experts)]
+    wrong = np.pad(others, (0, len(experts) - len(others)), constant_values=count)
+    return np.where(draw.random(len(experts)) < accuracy, experts, wrong)

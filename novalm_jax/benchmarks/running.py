@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from novalm_jax.benchmarks.replaying import ReplayingLLM
-from novalm_jax.benchmarks.routing import read_routing
 from novalm_jax.engine.llm import LLM
 from novalm_jax.engine.report import Report
 from novalm_jax.errors import OptionError
+from novalm_jax.experts.traces import read_trace
 from novalm_jax.options import EngineOptions, RoutingOptions, SamplingParams
 from novalm_jax.units import format_size
 
@@ -123,7 +123,7 @@ def measure_decode(
     """
     if prompt_tokens < 1 or tokens <= FIRST:
         raise OptionError(f"A prompt of {prompt_tokens} and {tokens} tokens after it cannot be measured; give 1 and 3.")
-    recorded = None if routing.routing is None else read_routing(routing.routing)
+    recorded = None if routing.routing is None else read_trace(routing.routing)
     options = asdict(engine)
     with LLM(model, **options) if recorded is None else ReplayingLLM(model, recorded, **options) as llm:
         if isinstance(llm, ReplayingLLM):

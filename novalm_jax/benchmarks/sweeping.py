@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from novalm_jax.benchmarks.replaying import ReplayingLLM
-from novalm_jax.benchmarks.routing import RecordedRouting, read_routing
 from novalm_jax.benchmarks.running import FIRST, Counted, count_decode, random_prompts
 from novalm_jax.checkpoint.load import Checkpoint
 from novalm_jax.engine.llm import LLM
@@ -30,6 +29,7 @@ from novalm_jax.engine.placement import place
 from novalm_jax.engine.streamed_programs import StreamedPrograms
 from novalm_jax.errors import BudgetError, OptionError
 from novalm_jax.experts.records import count_records, moe_layers
+from novalm_jax.experts.traces import Trace, read_trace
 from novalm_jax.options import EngineOptions, RoutingOptions, SweepOptions
 from novalm_jax.resources import embedded_checkpoint
 from novalm_jax.units import format_size
@@ -137,7 +137,7 @@ def measure_sweep(model: str | Path | None, routing: RoutingOptions, options: Sw
       OptionError: the recording does not fit the model, nothing can be streamed, or there is no room for all experts.
       CheckpointError, ConfigError, BudgetError: as `LLM`.
     """
-    recorded = None if routing.routing is None else read_routing(routing.routing)
+    recorded = None if routing.routing is None else read_trace(routing.routing)
     checkpoint = Checkpoint.open(embedded_checkpoint() if model is None else model)
     if not moe_layers(checkpoint.config):
         raise OptionError("model: it has no routed experts, so that nothing streams.")
@@ -163,7 +163,7 @@ class _Sweeper:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        recorded: RecordedRouting | None,
+        recorded: Trace | None,
         accuracy: float,
         options: SweepOptions,
     ):

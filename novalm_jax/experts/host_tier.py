@@ -41,7 +41,7 @@ class HostTier:
         slot = self.table.empty_slot(but=used)
         if slot is None:
             slots, layers, experts = self.table.listed(but=used)
-            slot = int(slots[self._policy.victim(step, record.layer, layers, experts)])
+            slot = int(slots[np.argmin(self._policy.worth(step, record.layer, layers, experts))])
             self.table.clear(slot)
         return slot
 

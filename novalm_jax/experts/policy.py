@@ -1,6 +1,8 @@
-"""Which record leaves when a slot is needed. Small objects that know uses and nothing else, neither weights nor time.
+"""Which record leaves when a slot is needed. Small objects that know uses and nothing else, neither weights nor tiers.
 
-Time is counted in steps of the model (decode steps and prefill passes) and, within one, in layers.
+Time is counted in steps of the model (decode steps and prefill passes) and, within one, in layers. Of an event, a layer
+of a step, a policy hears all uses at once, and before anything leaves for them. The engine and the simulator use the
+same objects.
 """
 
 from __future__ import annotations
@@ -12,33 +14,54 @@ import numpy as np
 
 
 class Policy(Protocol):
-    """Watches what is used, and says what to evict."""
+    """Watches what is used, and says how much records are worth keeping."""
 
     def use(self, step: int, layer: int, experts: np.ndarray) -> None:
-        """The layer uses these experts, int `[n]`, in this step."""
+        """The layer uses these experts, int `[n]` without repetition, in this step."""
 
-    def victim(self, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> int:
-        """Which of some records, int `[n]` each, leaves: its index. Something of `layer` comes in, in this step."""
+    def worth(self, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
+        """Of some records, int `[n]` each, a new float64 `[n]`: the one with the lowest leaves first, and of equal ones
+        the first. Something of `layer` comes in, in this step."""
 
 
 class LRU:
-    """The record whose last use is the longest ago."""
+    """The record whose last use is the longest ago leaves; of one event, the lower number.
+
+    With fewer slots than a step touches, each record leaves just before its turn, and there is no hit at all.
+    """
 
     def __init__(self, layers: int, experts: int):
         self._last = np.full((layers, experts), -1, np.int64)
-        self._layers = layers
 
     def use(self, step: int, layer: int, experts: np.ndarray) -> None:
         """Remembers when."""
-        self._last[layer, experts] = step * self._layers + layer
+        layers, count = self._last.shape
+        self._last[layer, experts] = (step * layers + layer) * count + experts
 
-    def victim(self, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> int:
-        """The oldest one."""
-        return int(np.argmin(self._last[layers, experts]))
+    def worth(self, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
+        """The time of the last use."""
+        return self._last[layers, experts].astype(np.float64)
+
+
+class LFU:
+    """The record with the fewest uses leaves; of equal ones that which was used the longest ago."""
+
+    def __init__(self, layers: int, experts: int):
+        self._count = np.zeros((layers, experts))
+        self._last = np.zeros((layers, experts))
+
+    def use(self, step: int, layer: int, experts: np.ndarray) -> None:
+        """Counts a use."""
+        self._count[layer, experts] += 1
+        self._last[layer, experts] = step
+
+    def worth(self, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
+        """The count, and less than 1 for how new the last use is."""
+        return np.asarray(self._count[layers, experts] + self._last[layers, experts] / (step + 1.0))
 
 
 class Decayed:
-    """The record with the lowest decayed count of uses; of equal ones that whose layer comes round last.
+    """The record with the lowest decayed count of uses leaves; of equal ones that whose layer comes round last.
 
     A use counts 1 in its step and less by a factor with every step after it. The factor grows with the steps seen: at
     first the age of the last use decides, as in LRU, later how often a record is used. Ties are what plain LRU lacks:
@@ -48,7 +71,6 @@ class Decayed:
     def __init__(self, layers: int, experts: int):
         self._count = np.zeros((layers, experts))
         self._at = np.zeros((layers, experts), np.int64)
-        self._layers = layers
         self._steps = 0
         self._now = -1
 
@@ -60,21 +82,89 @@ class Decayed:
         self._count[layer, experts] = self._decayed(step, layer, experts) + 1.0
         self._at[layer, experts] = step
 
-    def victim(self, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> int:
-        """The least wanted one."""
-        count = self._decayed(step, layers, experts)
-        lowest = np.flatnonzero(count == count.min())
-        waits = (layers[lowest] - layer - 1) % self._layers
-        return int(lowest[np.argmax(waits)])
+    def worth(self, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
+        """The count as it is now."""
+        return self._decayed(step, layers, experts) - _TIE * _way(layer, layers, len(self._count))
 
     def _decayed(self, step: int, layers: np.ndarray | int, experts: np.ndarray) -> np.ndarray:
         factor = min(_SLOWEST, 1.0 - 1.0 / (self._steps + 1))
-        return self._count[layers, experts] * factor ** (step - self._at[layers, experts])
+        return np.asarray(self._count[layers, experts] * factor ** (step - self._at[layers, experts]))
 
+
+class Expected:
+    """The record that is expected to be unused for longest leaves: the default.
+
+    A record is next used after `way + 1 / rate` steps: `way` is the part of a step until its layer comes round, and
+    `rate` the part of its visits in which it is used. Three rates are kept, means that forget by a half, a tenth and a
+    hundredth with every step, and 0.1, 0.4 and 0.5 of them are added, for what the last words, the text and the model
+    say; and 0.02, so that what was not used for long is not beyond all others. So
+
+        worth = -(way + 1 / (0.02 + sum of shares of rates))
+
+    Of records with equal rates that leaves whose layer comes round last, as below one step's worth of slots it must.
+    Within a step the uses of an event count at once, and those of other records when the next step begins. A mean is
+    over the steps that there were, so that nothing has to be known at first: after one step all three are what that
+    step used. Prefill passes are steps, whose last tokens count.
+
+    The numbers were chosen on recorded routing of gpt-oss-20b, DeepSeek-V2-Lite, Qwen3-30B-A3B and Gemma-4-26B-A4B. Of
+    seven choices of paces and shares that were tried, the mean hit rates were within 0.004 of each other.
+    """
+
+    def __init__(self, layers: int, experts: int):
+        self._mean = np.zeros((len(_KEEP), layers, experts))
+        # What a record would have that was used in every step so far: less than 1 at first.
+        self._full = np.zeros((len(_KEEP), 1, 1))
+        self._used = np.zeros((layers, experts), bool)
+        self._rate = np.full((layers, experts), _RARE)
+        self._step: int | None = None
+
+    def use(self, step: int, layer: int, experts: np.ndarray) -> None:
+        """Raises their rates."""
+        if step != self._step:
+            self._begin(step)
+        self._used[layer, experts] = True
+        mean = self._mean[:, layer, experts] * _KEEP[:, 0] + (1 - _KEEP[:, 0])
+        self._rate[layer, experts] = _mixed(mean, self._full[:, 0] * _KEEP[:, 0] + (1 - _KEEP[:, 0]))
+
+    def worth(self, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
+        """Steps until the next use, negative."""
+        return -(_way(layer, layers, len(self._rate)) + 1 / self._rate[layers, experts])
+
+    def _begin(self, step: int) -> None:
+        if self._step is not None:
+            self._mean *= _KEEP
+            self._mean += (1 - _KEEP) * self._used
+            self._full = self._full * _KEEP + (1 - _KEEP)
+            self._rate = _mixed(self._mean, self._full)
+        self._used[...] = False
+        self._step = step
+
+
+POLICIES: dict[str, Callable[[int, int], Policy]] = {
+    "default": Expected,
+    "decayed": Decayed,
+    "lfu": LFU,
+    "lru": LRU,
+}
+"""Every policy, by the name that options give it, for so many layers and experts."""
 
 _SLOWEST = 0.95
 """Between 0.9, which is better on some recorded routings, and 0.97, which is better on others."""
 
+_TIE = 1e-9
+"""Less than what two counts differ by."""
 
-POLICIES: dict[str, Callable[[int, int], Policy]] = {"decayed": Decayed, "lru": LRU}
-"""Every policy, by the name that options give it, for so many layers and experts."""
+_KEEP = np.array([0.5, 0.9, 0.99])[:, None, None]
+_SHARES = np.array([0.1, 0.4, 0.5])
+_RARE = 0.02
+
+
+def _mixed(mean: np.ndarray, full: np.ndarray) -> np.ndarray:
+    """The rate of records, `[...]`, of means `[3, ...]`."""
+    rate: np.ndarray = np.tensordot(_SHARES, mean / full, 1) + _RARE
+    return rate
+
+
+def _way(layer: int, layers: np.ndarray, count: int) -> np.ndarray:
+    """The part of a step until these layers, of so many, come round after this one, which is last."""
+    return ((layers - layer - 1) % count) / count

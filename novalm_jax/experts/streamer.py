@@ -233,7 +233,7 @@ class Streamer:
             slots, layers, experts = self._table.listed(but=set(busy))
         if not len(slots):
             return None
-        return int(slots[self._policy.victim(self._step, layer, layers, experts)])
+        return int(slots[np.argmin(self._policy.worth(self._step, layer, layers, experts))])
 
     def _insert(self, fetch: Fetch, slot: int) -> None:
         assert fetch.arrays is not None

@@ -1,16 +1,14 @@
-"""What policies evict: by hand on a few uses, and on a routing that is worse than most."""
+"""What policies evict, by hand on a few uses; the simulator has them on many."""
 
 import numpy as np
 import pytest
 
-from novalm_jax.experts.policy import LRU, POLICIES, Decayed, Policy
-from novalm_jax.experts.records import Record
-from novalm_jax.experts.slots import NOWHERE, SlotTable
+from novalm_jax.experts.policy import LFU, LRU, Decayed, Expected, Policy
 
 
 def victim(policy: Policy, step: int, layer: int, records: list[tuple[int, int]]) -> tuple[int, int]:
     layers, experts = map(np.array, zip(*records, strict=True))
-    return records[policy.victim(step, layer, layers, experts)]
+    return records[int(np.argmin(policy.worth(step, layer, layers, experts)))]
 
 
 def use(policy: Policy, *uses: tuple[int, int, list[int]]) -> Policy:
@@ -45,40 +43,36 @@ def test_of_equals_decayed_evicts_what_comes_round_last() -> None:
     assert victim(policy, 1, 0, records[1:]) == (3, 0)
 
 
-def hits(name: str, routing: np.ndarray, experts: int, slots: int) -> float:
-    """The share of hits with a pool of so many slots, on `routing [steps, layers, k]`."""
-    steps, layers, _ = routing.shape
-    policy, table, found = POLICIES[name](layers, experts), SlotTable(layers, experts, slots), 0
-    for step in range(steps):
-        for layer in range(layers):
-            needed = [Record(layer, int(expert)) for expert in routing[step, layer]]
-            policy.use(step, layer, routing[step, layer])
-            found += sum(table.find(record) != NOWHERE for record in needed)
-            for record in needed:
-                if table.find(record) == NOWHERE:
-                    slot = table.empty_slot()
-                    if slot is None:
-                        busy = {table.find(other) for other in needed} - {NOWHERE}
-                        free, at, which = table.listed(busy)
-                        slot = int(free[policy.victim(step, layer, at, which)])
-                        table.clear(slot)
-                    table.put(record, slot)
-    return found / routing.size
+def test_of_one_event_lru_evicts_the_lower_number() -> None:
+    policy = use(LRU(2, 4), (0, 0, [3, 1]))
+    assert victim(policy, 1, 1, [(0, 3), (0, 1)]) == (0, 1)
 
 
-def skewed(steps: int, layers: int, experts: int, k: int) -> np.ndarray:
-    """A routing with popular experts, others in each layer."""
-    draw = np.random.default_rng(0)
-    popularity = np.stack([draw.permutation(1 / np.arange(1, experts + 1) ** 0.8) for _ in range(layers)])
-    noise = draw.gumbel(size=(steps, layers, experts))
-    return np.argsort(-(np.log(popularity) + noise), axis=-1)[..., :k]
+def test_lfu_evicts_what_was_used_least_and_of_equals_the_older() -> None:
+    policy = use(LFU(1, 4), (0, 0, [0, 1]), (1, 0, [2]), (2, 0, [1]), (3, 0, [3]))
+    assert victim(policy, 4, 0, [(0, 1), (0, 3), (0, 2)]) == (0, 2)
+    assert victim(policy, 4, 0, [(0, 1), (0, 2), (0, 0)]) == (0, 0)
 
 
-@pytest.mark.parametrize(("slots", "lru", "decayed"), [(10, (0.0, 0.02), (0.1, 0.5)), (60, (0.3, 0.6), (0.45, 0.7))])
-def test_fewer_slots_than_a_step_touches_are_no_cliff(slots: int, lru: tuple, decayed: tuple) -> None:
-    """Plain LRU evicts everything just before its turn; where there are more slots, counting is still better."""
-    routing = skewed(200, 8, 16, 2)
-    found = {name: hits(name, routing, 16, slots) for name in POLICIES}
-    assert lru[0] <= found["lru"] <= lru[1], found
-    assert decayed[0] <= found["decayed"] <= decayed[1], found
-    assert found["decayed"] > found["lru"]
+def test_the_default_weighs_three_rates_by_hand() -> None:
+    policy = use(Expected(2, 2), (0, 0, [0]), (0, 1, [1]), (1, 0, [0]), (1, 1, [0]))
+    # Of layer 0: steps 0 and 1 used expert 0. The second use counts at once, and is part of what there could be.
+    (worth,) = policy.worth(1, 1, np.array([0]), np.array([0]))
+    assert worth == pytest.approx(-(0 + 1 / (0.02 + 1)))
+    # Layer 1 comes round last after itself. Its expert 1 was used in step 0, which is all there is until step 2 begins.
+    (worth,) = policy.worth(1, 1, np.array([1]), np.array([1]))
+    assert worth == pytest.approx(-(0.5 + 1 / (0.02 + 1)))
+    use(policy, (2, 0, [1]))
+    rates = [(1 - keep) * keep / (1 - keep**2) for keep in (0.5, 0.9, 0.99)]
+    (worth,) = policy.worth(2, 0, np.array([1]), np.array([1]))
+    assert worth == pytest.approx(-(0 + 1 / (0.02 + np.dot([0.1, 0.4, 0.5], rates))))
+
+
+def test_the_default_keeps_what_is_used_often_and_of_equals_what_comes_next() -> None:
+    policy = use(Expected(1, 4), *((step, 0, [0] if step % 2 else [1 + step // 2 % 3]) for step in range(12)))
+    assert victim(policy, 12, 0, [(0, 0), (0, 1), (0, 2), (0, 3)]) == (0, 1)
+    policy = use(Expected(4, 2), *((0, layer, [0]) for layer in range(4)))
+    records = [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert victim(policy, 1, 2, records) == (2, 0)
+    assert victim(policy, 1, 3, records) == (3, 0)
+    assert victim(policy, 1, 0, records[1:]) == (3, 0)
