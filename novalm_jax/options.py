@@ -19,6 +19,7 @@ from novalm_jax.errors import OptionError, RequestError, UserError
 from novalm_jax.units import parse_size
 
 Dtype = Literal["float32", "bfloat16"]
+PolicyName = Literal["default", "decayed", "lfu", "lru"]
 
 MAX_LOGPROBS = 20
 """Most log-probabilities a request may ask for per token (the limit of the OpenAI interface)."""
@@ -150,7 +151,7 @@ class EngineOptions:
     dense_weights: Literal["auto", "device", "stream"] = "auto"
     """Where weights are that every token needs. device: there, or the model is refused. stream: layer by layer from
     the host, with as many layers on the device as have room. auto: on the device if they fit, else streamed."""
-    policy: Literal["default", "decayed", "lfu", "lru"] = "default"
+    policy: PolicyName = "default"
     """Which expert leaves when a slot is needed: the one expected to be unused for longest, that with the lowest
     decayed count or count of uses, or that used longest ago."""
     prefetch: Literal["lookahead", "off"] = "lookahead"
@@ -294,7 +295,7 @@ class SweepOptions(_Checked):
     """How often each cell is measured, in turns with the others; medians count."""
     dtype: Dtype = "bfloat16"
     """What weights are rounded to and computed in."""
-    policy: Literal["default", "decayed", "lfu", "lru"] = "default"
+    policy: PolicyName = "default"
     """Which expert leaves when a slot is needed."""
     host_memory: str | int = "auto"
     """Pinned host memory to use at most (0: none)."""
@@ -365,10 +366,12 @@ class SimulateOptions(_Checked):
         if self.batch is not None:
             self._whole("batch", 1, 2**31 - 1)
         self._real("compute_ms", 0.0, 1e9)
-        known = ("default", "decayed", "lfu", "lru", "belady")
+        known = (*get_args(PolicyName), "belady")
         if strange := [name for name in self.policies if name not in known]:
             raise OptionError(f"policy: {_shown(strange[0])} is not one of {', '.join(known)}.")
         self.slots_of(100)
+        if self.compute_ms and self.link is None:
+            raise OptionError("compute_ms: without a link there is nothing to add it to; add link (25GB/s).")
         for name in ("record_bytes", "link"):
             if _size_of(self, name) == 0:
                 raise OptionError(f"{name}: {_shown(getattr(self, name))} is nothing; give 9MB, or so.")
@@ -399,6 +402,41 @@ class SimulateOptions(_Checked):
                 )
             found.append(min(records, max(1, round(number))))
         return tuple(found)
+
+
+@dataclass(frozen=True)
+class MakeTraceOptions(_Checked):
+    """A made-up trace: its size, and which recorded one it is like.
+
+    Raises:
+      OptionError: a value outside its range; the message names the option.
+    """
+
+    like: Literal["gpt-oss-20b", "deepseek-v2-lite"] = "gpt-oss-20b"
+    """Whose routing it is like."""
+    layers: int = 24
+    """Layers with experts."""
+    experts: int = 32
+    """Experts of each layer."""
+    experts_per_token: int = 4
+    """Experts that a token chooses in each layer."""
+    sequences: int = 16
+    """Sequences, one after another."""
+    tokens: int = 150
+    """Tokens of each sequence."""
+    seed: int = 0
+    """Of all that is drawn."""
+
+    def __post_init__(self) -> None:
+        _one_of(self, "like")
+        for name in ("layers", "experts_per_token", "sequences", "tokens"):
+            self._whole(name, 1, 2**31 - 1)
+        self._whole("experts", 1, 2**15)
+        self._whole("seed", 0, 2**31 - 1)
+        if self.experts_per_token > self.experts:
+            raise OptionError(
+                f"experts_per_token: {self.experts_per_token} is more than experts, which is {self.experts}."
+            )
 
 
 @dataclass(frozen=True)

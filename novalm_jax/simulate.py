@@ -9,34 +9,51 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import tyro
 
 from novalm_jax.commands import run_command
-from novalm_jax.options import SimulateOptions
+from novalm_jax.errors import OptionError
+from novalm_jax.options import MakeTraceOptions, SimulateOptions
 
 _PROGRAM = "python -m novalm_jax.simulate"
 
 
 @dataclass(frozen=True)
 class SimulateCommand:
-    """Replay recorded routing through caches of several sizes and policies, and count hits."""
+    """Replay recorded routing through caches of several sizes and policies, and count hits; or make some up."""
 
-    trace: tyro.conf.Positional[str]
+    trace: tyro.conf.Positional[str | None] = None
     """File of recorded routing (.npz or .csv)."""
+    make_trace: Path | None = None
+    """File (.npz) for routing that is made up, in place of replaying any."""
     json: bool = False
     """Write one JSON object in place of a table."""
     debug: bool = False
     """Show tracebacks."""
     options: tyro.conf.OmitArgPrefixes[SimulateOptions] = field(default_factory=SimulateOptions)
+    made: tyro.conf.OmitArgPrefixes[MakeTraceOptions] = field(default_factory=MakeTraceOptions)
 
 
 def _simulate(command: SimulateCommand) -> None:
     # Only now, so that --help and mistakes in the options are answered at once.
     from novalm_jax.experts.simulation import simulate
-    from novalm_jax.experts.traces import read_trace
+    from novalm_jax.experts.synthetic import make_trace
+    from novalm_jax.experts.trace_statistics import statistics_of
+    from novalm_jax.experts.traces import read_trace, write_trace
 
-    figures = simulate(read_trace(command.trace, "trace"), command.options)
+    if (command.trace is None) == (command.make_trace is None):
+        raise OptionError("trace: give a file of recorded routing, or --make-trace and a file for made-up routing.")
+    if command.make_trace is not None:
+        if command.make_trace.suffix != ".npz":
+            raise OptionError(f"make_trace: {command.make_trace} is no name of an .npz file; give one.")
+        trace = make_trace(command.made)
+        write_trace(trace, command.make_trace)
+        found = statistics_of(trace)
+        print(json.dumps(found.to_dict()) if command.json else f"{command.make_trace}: {trace.name}\n\n{found}")
+        return
+    figures = simulate(read_trace(str(command.trace), "trace"), command.options)
     print(json.dumps(figures.to_dict()) if command.json else figures)
 
 

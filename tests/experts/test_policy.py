@@ -1,9 +1,12 @@
 """What policies evict, by hand on a few uses; the simulator has them on many."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
-from novalm_jax.experts.policy import LFU, LRU, Decayed, Expected, Policy
+from novalm_jax.experts.policy import LFU, LRU, POLICIES, Decayed, Expected, Policy
+from novalm_jax.options import PolicyName
 
 
 def victim(policy: Policy, step: int, layer: int, records: list[tuple[int, int]]) -> tuple[int, int]:
@@ -41,6 +44,10 @@ def test_of_equals_decayed_evicts_what_comes_round_last() -> None:
     # What the layer at hand does not need now, it will not need before the next step.
     assert victim(policy, 1, 0, records) == (0, 0)
     assert victim(policy, 1, 0, records[1:]) == (3, 0)
+
+
+def test_options_name_every_policy() -> None:
+    assert get_args(PolicyName) == tuple(POLICIES)
 
 
 def test_of_one_event_lru_evicts_the_lower_number() -> None:

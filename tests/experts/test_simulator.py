@@ -16,7 +16,7 @@ from novalm_jax.experts.policy import LRU, POLICIES
 from novalm_jax.experts.simulation import simulate
 from novalm_jax.experts.simulator import Belady, Events, events_of, lru_hit_rates, replay
 from novalm_jax.experts.slots import SlotTable
-from novalm_jax.experts.traces import NONE, Trace, write_trace
+from novalm_jax.experts.traces import NONE, Trace, read_trace, write_trace
 from novalm_jax.options import SimulateOptions
 
 LAYERS, EXPERTS, CHOSEN = 4, 12, 2
@@ -172,6 +172,7 @@ def test_rows_of_a_step_share_what_it_fetches() -> None:
         ({"batch": 0}, "batch"),
         ({"record_bytes": "0MB"}, "record_bytes: '0MB' is nothing"),
         ({"compute_ms": -1}, "compute_ms"),
+        ({"compute_ms": 1}, "compute_ms: without a link"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict, says: str) -> None:
@@ -184,11 +185,13 @@ def test_a_link_needs_the_size_of_an_expert() -> None:
         simulate(skewed(), SimulateOptions(link="25GB/s"))
 
 
-def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_examples_of_the_documentation_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     text = (Path(__file__).parents[2] / "docs" / "streaming.md").read_text(encoding="utf-8")
-    (arguments,) = re.findall(r"^python -m novalm_jax\.simulate (.*)$", text, re.MULTILINE)
+    replayed, made = re.findall(r"^python -m novalm_jax\.simulate (.*)$", text, re.MULTILINE)
     write_trace(skewed(), tmp_path / "recorded.npz")
     monkeypatch.chdir(tmp_path)
-    assert command.main(arguments.split()) == 0
+    assert command.main(replayed.split()) == 0
     rows = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert rows[0].split("  ")[-1] == "all hidden" and len(rows) == 1 + 3 * 2
+    assert command.main([*made.split(), "--tokens", "5"]) == 0
+    assert read_trace(tmp_path / "made.npz").experts.shape == (16 * 5, 48, 8)
