@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ MANIFEST = ".novalm-work.json"
 
 _UNFINISHED = ".unfinished"
 _PARTIAL = ".partial"
+_REMOVALS, _PAUSE = 100, 0.05  # tries, seconds between them
 _MAX_WRITE = 1 << 30  # Linux cuts a write at 2 GiB, macOS refuses it
 
 
@@ -104,6 +106,16 @@ def write_whole(path: Path, data: bytes) -> None:
         raise WriteError(f"{path} cannot be written: {reason_of(error)}.") from error
 
 
+def _remove(folder: Path) -> None:
+    """Removes a folder that threads of a library which failed may still write into, for a moment."""
+    for _ in range(_REMOVALS):
+        with suppress(OSError):
+            shutil.rmtree(folder)
+        if not folder.exists():
+            return
+        time.sleep(_PAUSE)
+
+
 def unfinished_names(names: Iterable[str]) -> set[str]:
     """Those names in a folder that a process left which died while it wrote."""
     return {name for name in names if name.endswith((_UNFINISHED, _PARTIAL))}
@@ -168,7 +180,7 @@ class Work:
             return
         with suppress(OSError):
             if kind is not None and not self._worth_keeping():
-                shutil.rmtree(self.folder)
+                _remove(self.folder)
         self._let_go()
 
     def holds(self, name: str, size: int, start: bytes = b"") -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from novalm_jax.checkpoint import atomic
 from novalm_jax.checkpoint.atomic import MANIFEST, Work, check_destination
 from novalm_jax.checkpoint.conversion import convert_checkpoint
 from novalm_jax.checkpoint.orbax import load_orbax
@@ -348,3 +351,20 @@ def test_a_failure_within_orbax_is_explained_and_leaves_nothing(tmp_path: Path) 
     assert "python -m novalm_jax.convert: " in said and "cannot be written: " in said and "File too large" in said
     # Its threads log what they fail of, at length.
     assert "run() raised" not in said
+
+
+def test_a_folder_is_removed_while_something_still_writes_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, late, rmtree = tmp_path / "out", iter(range(3)), shutil.rmtree
+
+    def beaten(path: Path) -> None:
+        rmtree(path)
+        if next(late, None) is not None:
+            (path / "c").mkdir(parents=True)
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(shutil, "rmtree", beaten)
+    folder.mkdir()
+    atomic._remove(folder)
+    assert os.listdir(tmp_path) == [] and next(late, None) is None

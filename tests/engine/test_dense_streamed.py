@@ -21,7 +21,7 @@ from novalm_jax.checkpoint.load import Checkpoint, abstract_model
 from novalm_jax.compat import program_bytes
 from novalm_jax.engine.dense_streamed import DenseStreamedExecutor
 from novalm_jax.engine.executor import Executor
-from novalm_jax.errors import BudgetError, CheckpointError, EngineError
+from novalm_jax.errors import BudgetError, CheckpointError
 from novalm_jax.experts import dense as dense_module
 from novalm_jax.experts.dense import head_blocks, plan_dense
 from novalm_jax.experts.dense_streamer import DenseHost, DenseStreamer
@@ -260,7 +260,7 @@ def test_a_part_that_cannot_be_read_ends_everything(tmp_path):
     os.truncate(folder / "model.safetensors", 3000)
     with pytest.raises(CheckpointError, match=r"The dense weights of .* cannot be read\. .*model\.safetensors: "):
         llm.generate([IDS], GREEDY)
-    with pytest.raises(EngineError, match="closed"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         llm.generate([IDS], GREEDY)
     assert set(threading.enumerate()) == threads
 
