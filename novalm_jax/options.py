@@ -433,10 +433,7 @@ class MakeTraceOptions(_Checked):
             self._whole(name, 1, 2**31 - 1)
         self._whole("experts", 1, 2**15)
         self._whole("seed", 0, 2**31 - 1)
-        if self.experts_per_token > self.experts:
-            raise OptionError(
-                f"experts_per_token: {self.experts_per_token} is more than experts, which is {self.experts}."
-            )
+        _no_more_choices_than_experts(self)
 
 
 @dataclass(frozen=True)
@@ -474,10 +471,7 @@ class ModelShape(_Checked):
         self._divides("kv_heads", "heads")
         if self.hidden_size // self.heads % 2:
             raise OptionError(f"heads: a head of {self.hidden_size // self.heads} is odd; rotary positions need pairs.")
-        if self.experts_per_token > self.experts:
-            raise OptionError(
-                f"experts_per_token: {self.experts_per_token} is more than experts, which is {self.experts}."
-            )
+        _no_more_choices_than_experts(self)
 
     def _divides(self, name: str, of: str) -> None:
         if getattr(self, of) % getattr(self, name):
@@ -585,6 +579,13 @@ def _size_of(options: Any, name: str) -> int | None:
     return (
         None if value is None else parse_size(value.removesuffix("/s") if isinstance(value, str) else value, name=name)
     )
+
+
+def _no_more_choices_than_experts(options: MakeTraceOptions | ModelShape) -> None:
+    if options.experts_per_token > options.experts:
+        raise OptionError(
+            f"experts_per_token: {options.experts_per_token} is more than experts, which is {options.experts}."
+        )
 
 
 def _one_of(options: object, name: str) -> None:

@@ -91,7 +91,7 @@ class RecordChecks:
     different experts."""
 
     def __init__(self, folder: Path, checksums: Mapping[tuple[int, int], int], paths: Sequence[str]):
-        """`paths` are the arrays that are read, in the order of the file; of a layer all, or it is not checked."""
+        """`paths` are the arrays that are read, all of them, in the order of the file."""
         self._folder = folder
         self._checksums = checksums
         self._last = {_layer_of(path): path for path in paths}

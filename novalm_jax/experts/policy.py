@@ -24,6 +24,11 @@ class Policy(Protocol):
         the first. Something of `layer` comes in, in this step."""
 
 
+def victim(policy: Policy, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> int:
+    """Which of some records leaves first: its index. Arguments as of `Policy.worth`."""
+    return int(np.argmin(policy.worth(step, layer, layers, experts)))
+
+
 class LRU:
     """The record whose last use is the longest ago leaves; of one event, the lower number.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from novalm_jax.experts.fetcher import Fetch, Fetcher
 from novalm_jax.experts.governor import Governor
-from novalm_jax.experts.policy import Policy
+from novalm_jax.experts.policy import Policy, victim
 from novalm_jax.experts.pools import DevicePool
 from novalm_jax.experts.records import Record, record_span
 from novalm_jax.experts.slots import NOWHERE, SlotTable
@@ -233,7 +233,7 @@ class Streamer:
             slots, layers, experts = self._table.listed(but=set(busy))
         if not len(slots):
             return None
-        return int(slots[np.argmin(self._policy.worth(self._step, layer, layers, experts))])
+        return int(slots[victim(self._policy, self._step, layer, layers, experts)])
 
     def _insert(self, fetch: Fetch, slot: int) -> None:
         assert fetch.arrays is not None

@@ -5,7 +5,7 @@ The statistics by which a made-up trace is compared with recorded ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ class TraceStatistics:
 def statistics_of(trace: Trace) -> TraceStatistics:
     """Computes all of them, from a trace of one token a step or of several."""
     used = _used(trace)
-    sequences = [used[rows] for rows in _sequences(trace)]
+    sequences = [used[rows] for rows in trace.sequences()]
     reuse = {lag: _reuse(sequences, lag) for lag in LAGS}
     overlaps = np.concatenate([(part[1:] & part[:-1]).any(axis=2) for part in sequences])
     counts = used.sum(axis=0)
@@ -96,12 +96,6 @@ def _used(trace: Trace) -> np.ndarray:
     used = np.zeros((rows, layers, trace.num_experts + 1), bool)
     np.put_along_axis(used, np.where(trace.experts == NONE, trace.num_experts, trace.experts).astype(np.int64), True, 2)
     return used[:, :, :-1]
-
-
-def _sequences(trace: Trace) -> Iterator[np.ndarray]:
-    """The rows of each."""
-    order = np.argsort(trace.sequence, kind="stable")
-    yield from np.split(order, np.flatnonzero(np.diff(trace.sequence[order])) + 1)
 
 
 def _reuse(sequences: list[np.ndarray], lag: int) -> np.ndarray:

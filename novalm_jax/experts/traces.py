@@ -95,6 +95,11 @@ class Trace:
         }
         return Trace(name, experts, **{**parts, **more})
 
+    def sequences(self) -> list[np.ndarray]:
+        """The rows of each sequence, int `[n]`."""
+        order = np.argsort(self.sequence, kind="stable")
+        return np.split(order, np.flatnonzero(np.diff(self.sequence[order])) + 1)
+
     def together(self, batch: int | None) -> Iterator[np.ndarray]:
         """The rows of each step, int `[n]`: as recorded (None), or with so many sequences side by side. Where one ends,
         the next one begins."""
@@ -102,8 +107,7 @@ class Trace:
             borders = np.flatnonzero(np.diff(self.step)) + 1
             yield from np.split(np.arange(len(self.step)), borders)
             return
-        order = np.argsort(self.sequence, kind="stable")
-        waiting = np.split(order, np.flatnonzero(np.diff(self.sequence[order])) + 1)[::-1]
+        waiting = self.sequences()[::-1]
         running: list[np.ndarray] = []
         while waiting or running:
             while waiting and len(running) < batch:

@@ -236,14 +236,13 @@ def test_closing_in_the_middle_of_a_text(moe_folder):
     llm.close()
 
 
-@pytest.mark.parametrize("prefetch", ["off", "lookahead"])
-def test_closing_in_the_middle_of_a_prompt_from_another_thread(moe_folder, monkeypatch, prefetch):
-    llm = streamed(moe_folder, CHOSEN, prefetch=prefetch)
-    executor_of(llm)._pass_chunks = 1
-    waves, calls, under_way = Streamer.waves, itertools.count(1), threading.Event()
+def close_while_it_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch, at: int, ask: Callable[[], Any]) -> int:
+    """Closes from another thread when a layer begins, so many after the first; gives the number of layers that began.
+    Who asked is told."""
+    waves, calls, under_way = Streamer.waves, itertools.count(), threading.Event()
 
     def counted(self: Streamer, *arguments: Any, **others: Any) -> Any:
-        if next(calls) == LAYERS + 2:
+        if next(calls) == at:
             under_way.set()
             deadline = time.monotonic() + 60
             while not llm._engine._closed:
@@ -257,38 +256,27 @@ def test_closing_in_the_middle_of_a_prompt_from_another_thread(moe_folder, monke
         assert under_way.wait(60)
         llm.close()
 
-    outcome, closed = in_threads(lambda: llm.generate([LONG], ENDLESS), close)
+    outcome, closed = in_threads(ask, close)
     assert closed is None
     assert isinstance(outcome, EngineError) and "closed" in str(outcome), repr(outcome)
+    return next(calls)
+
+
+@pytest.mark.parametrize("prefetch", ["off", "lookahead"])
+def test_closing_in_the_middle_of_a_prompt_from_another_thread(moe_folder, monkeypatch, prefetch):
+    llm = streamed(moe_folder, CHOSEN, prefetch=prefetch)
+    executor_of(llm)._pass_chunks = 1
+    layers = close_while_it_runs(llm, monkeypatch, LAYERS + 1, lambda: llm.generate([LONG], ENDLESS))
     # No layer began after the one that was running.
-    assert next(calls) == LAYERS + 3
+    assert layers == LAYERS + 2
 
 
 @pytest.mark.parametrize(("layer", "part"), [(1, "the prompt"), (2 * LAYERS + 1, "decoding")])
 def test_closing_in_the_middle_of_logits(moe_folder, monkeypatch, layer, part):
     llm = streamed(moe_folder, CHOSEN, prefetch="off")
-    waves, calls, under_way = Streamer.waves, itertools.count(), threading.Event()
-
-    def counted(self: Streamer, *arguments: Any, **others: Any) -> Any:
-        if next(calls) == layer:
-            under_way.set()
-            deadline = time.monotonic() + 60
-            while not llm._engine._closed:
-                assert time.monotonic() < deadline
-                time.sleep(1e-3)
-        return waves(self, *arguments, **others)
-
-    monkeypatch.setattr(Streamer, "waves", counted)
-
-    def close() -> None:
-        assert under_way.wait(60)
-        llm.close()
-
-    outcome, closed = in_threads(lambda: llm.logits(IDS, decode_from=len(IDS) - 3), close)
-    assert closed is None
-    assert isinstance(outcome, EngineError) and "closed" in str(outcome), repr(outcome)
+    layers = close_while_it_runs(llm, monkeypatch, layer, lambda: llm.logits(IDS, decode_from=len(IDS) - 3))
     # A prompt ends at the border of a layer, decoding after its step.
-    assert next(calls) == (layer + 1 if part == "the prompt" else 3 * LAYERS)
+    assert layers == (layer + 1 if part == "the prompt" else 3 * LAYERS)
 
 
 def test_a_model_that_nobody_closes_leaves_no_threads(moe_folder):
