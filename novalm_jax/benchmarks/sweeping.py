@@ -32,6 +32,7 @@ from novalm_jax.experts.records import count_records, moe_layers
 from novalm_jax.experts.traces import Trace, read_trace
 from novalm_jax.options import EngineOptions, RoutingOptions, SweepOptions
 from novalm_jax.resources import embedded_checkpoint
+from novalm_jax.tables import aligned
 from novalm_jax.units import format_size
 
 _FOOT = (
@@ -118,8 +119,6 @@ class Sweep:
     def __str__(self) -> str:
         heads = ("slots", "of them", "ratio", "link", "prefetch", "tokens/s", "hits", "prefetching", "of ideal")
         rows = [heads, *(cell.columns() for cell in self.cells)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(part.rjust(width) for part, width in zip(row, widths, strict=True)) for row in rows]
         options = self.options
         head = [
             f"model    {self.model or 'the one in this package'} ({options.dtype}, {options.policy}), {self.records} "
@@ -127,7 +126,7 @@ class Sweep:
             f"routing  {str(self.routing) or 'of the model itself'}",
             f"tokens   {options.tokens} after {options.warm_up}, medians of {options.rounds}",
         ]
-        return "\n".join([*head, "", *lines, "", *_FOOT])
+        return "\n".join([*head, "", *aligned(rows), "", *_FOOT])
 
 
 def measure_sweep(model: str | Path | None, routing: RoutingOptions, options: SweepOptions) -> Sweep:

@@ -12,6 +12,7 @@ from novalm_jax.experts.simulator import Belady, Events, Replay, events_of, repl
 from novalm_jax.experts.slots import SlotTable
 from novalm_jax.experts.traces import Trace
 from novalm_jax.options import SimulateOptions
+from novalm_jax.tables import aligned
 from novalm_jax.units import format_size
 
 _FOOT = (
@@ -73,11 +74,7 @@ class Simulation:
         rows = [heads, *(cell.columns() for cell in self.cells)]
         # Columns that nothing is known of are left out.
         columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-        widths = [max(map(len, column)) for column in columns]
-        lines = [
-            "  ".join(part.rjust(width) for part, width in zip(row, widths, strict=True))
-            for row in zip(*columns, strict=True)
-        ]
+        lines = aligned([*zip(*columns, strict=True)])
         pool = "one pool for all layers" if self.options.pool == "global" else "as many slots in each layer"
         head = (
             f"trace    {self.trace}: {self.tokens} tokens in {self.steps} steps, {self.layers} layers of "
