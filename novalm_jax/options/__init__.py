@@ -1,0 +1,31 @@
+"""Every option a user can set, once: command line, Python and server share these definitions.
+
+Plain data with the checks that need nothing but the values themselves. Knows no file, no model and no JAX, so that
+`--help` is quick.
+"""
+
+from novalm_jax.options.checks import Dtype, PolicyName, check_dtype
+from novalm_jax.options.engine import EngineOptions
+from novalm_jax.options.files import ConvertOptions
+from novalm_jax.options.measuring import BenchOptions, SweepOptions
+from novalm_jax.options.models import MakeModelOptions, ModelShape, TrainOptions
+from novalm_jax.options.routing import MakeTraceOptions, RoutingOptions, SimulateOptions
+from novalm_jax.options.sampling import MAX_LOGPROBS, SamplingParams
+
+__all__ = [
+    "MAX_LOGPROBS",
+    "BenchOptions",
+    "ConvertOptions",
+    "Dtype",
+    "EngineOptions",
+    "MakeModelOptions",
+    "MakeTraceOptions",
+    "ModelShape",
+    "PolicyName",
+    "RoutingOptions",
+    "SamplingParams",
+    "SimulateOptions",
+    "SweepOptions",
+    "TrainOptions",
+    "check_dtype",
+]

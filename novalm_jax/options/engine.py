@@ -1,0 +1,75 @@
+"""How a model is held and run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from novalm_jax.errors import OptionError
+from novalm_jax.options.checks import Dtype, PolicyName, as_path, check_dtype, one_of, positive, shown, size_of
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a model is held and run.
+
+    Raises:
+      OptionError: a value outside its range; the message names the option.
+    """
+
+    device_memory: str | int = "auto"
+    """Device memory to use at most: weights, KV cache and workspace together (8GiB, 500MB, 90%, auto)."""
+    host_memory: str | int = "auto"
+    """Pinned host memory to use at most (0: none)."""
+    dtype: Dtype = "bfloat16"
+    """What weights are rounded to and computed in."""
+    context_length: str | int = "auto"
+    """Tokens of prompt and output together; auto: the model's own, cut to what the memory holds."""
+    max_batch: int = 8
+    """Requests that are decoded together."""
+    dense_weights: Literal["auto", "device", "stream"] = "auto"
+    """Where weights are that every token needs. device: there, or the model is refused. stream: layer by layer from
+    the host, with as many layers on the device as have room. auto: on the device if they fit, else streamed."""
+    policy: PolicyName = "default"
+    """Which expert leaves when a slot is needed: the one expected to be unused for longest, that with the lowest
+    decayed count or count of uses, or that used longest ago."""
+    prefetch: Literal["lookahead", "off"] = "lookahead"
+    """lookahead: fetch experts that the router of the next layer would choose for the hidden state of this one."""
+    link: str | int | None = None
+    """Bytes a second that uploads take at least (2GB/s), to measure what a slower link would do; None for what there
+    is."""
+    compilation_cache: bool = True
+    """Keep compiled programs in the user's cache folder, for a quick next start."""
+    timeline: Path | None = None
+    """File for a trace that shows, in Perfetto or Chrome, what is read, uploaded and computed when: written at the end,
+    in place of one that may be there. The run is a little slower."""
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        one_of(self, "dense_weights")
+        one_of(self, "policy")
+        one_of(self, "prefetch")
+        if self.link_rate is not None and self.link_rate < 1:
+            raise OptionError(f"link: {shown(self.link)} lets nothing through; give 2GB/s, or so.")
+        if self.timeline is not None:
+            object.__setattr__(self, "timeline", as_path("timeline", self.timeline))
+        positive("max_batch", self.max_batch)
+        context = self.context_length
+        if isinstance(context, str) and context != "auto":
+            # Python refuses to read numbers of thousands of digits.
+            if not context.isdecimal() or len(context) > 18:
+                raise OptionError(f"context_length: expected auto or a number of tokens, got {shown(context)}.")
+            object.__setattr__(self, "context_length", int(context))
+        if self.context_length != "auto":
+            positive("context_length", self.context_length)
+
+    @property
+    def link_rate(self) -> int | None:
+        """`link` in bytes a second."""
+        return size_of(self, "link")
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names of all options, in order."""
+        return tuple(field.name for field in fields(cls))

@@ -1,0 +1,95 @@
+"""How things are measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from novalm_jax.errors import OptionError
+from novalm_jax.options.checks import Checked, Dtype, PolicyName, check_dtype, one_of, positive, shown
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """How something is measured.
+
+    Raises:
+      OptionError: a value outside its range; the message names the option.
+    """
+
+    dtype: Dtype = "bfloat16"
+    """What weights are rounded to, and computed in."""
+    rounds: int = 5
+    """How often it is measured; medians count."""
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        positive("rounds", self.rounds)
+
+
+@dataclass(frozen=True)
+class SweepOptions(Checked):
+    """Which cells are measured, and how. Lists are separated by commas.
+
+    Raises:
+      OptionError: a value outside its range; the message names the option.
+    """
+
+    slots: str = "100,50,25,12"
+    """Percent of all experts that there are slots for on the device; with 100 nothing streams."""
+    ratios: str = "0.25,1,4"
+    """Times that the experts which a token misses take on the link, where 1 is the time of a token with nothing to
+    miss."""
+    prefetch: str = "off,lookahead,oracle"
+    """Ways to prefetch; oracle knows the experts of the next layer."""
+    prompt_tokens: int = 1
+    """Random tokens of the prompt; each brings experts that are not recorded."""
+    warm_up: int = 32
+    """Tokens before those that are measured, in each cell."""
+    tokens: int = 64
+    """Tokens that are measured, in each cell."""
+    rounds: int = 3
+    """How often each cell is measured, in turns with the others; medians count."""
+    dtype: Dtype = "bfloat16"
+    """What weights are rounded to and computed in."""
+    policy: PolicyName = "default"
+    """Which expert leaves when a slot is needed."""
+    host_memory: str | int = "auto"
+    """Pinned host memory to use at most (0: none)."""
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        one_of(self, "policy")
+        for name, least in (("prompt_tokens", 1), ("warm_up", 0), ("tokens", 1), ("rounds", 1)):
+            self._whole(name, least, 2**31 - 1)
+        self._listed("slots", most=100.0)
+        self._listed("ratios")
+        strange = [way for way in self.ways if way not in ("off", "lookahead", "oracle")]
+        if strange:
+            raise OptionError(f"prefetch: {shown(strange[0])} is not one of off, lookahead, oracle.")
+
+    @property
+    def percents(self) -> tuple[float, ...]:
+        """`slots` as numbers."""
+        return self._listed("slots", most=100.0)
+
+    @property
+    def link_ratios(self) -> tuple[float, ...]:
+        """`ratios` as numbers."""
+        return self._listed("ratios")
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """`prefetch`, one by one."""
+        return tuple(part.strip() for part in self.prefetch.split(","))
+
+    def _listed(self, name: str, most: float = math.inf) -> tuple[float, ...]:
+        given = getattr(self, name)
+        try:
+            numbers = tuple(float(part) for part in given.split(","))
+        except ValueError:
+            numbers = ()
+        if not numbers or not all(0 < number <= most and math.isfinite(number) for number in numbers):
+            bounds = "above 0" if most == math.inf else f"above 0 and at most {most:g}"
+            raise OptionError(f"{name}: expected numbers {bounds} with commas between them, got {shown(given)}.")
+        return numbers
