@@ -16,6 +16,10 @@ import numpy as np
 class Policy(Protocol):
     """Watches what is used, and says how much records are worth keeping."""
 
+    def seed(self, rates: np.ndarray) -> None:
+        """How often each record was used in earlier runs, float64 `[layers, experts]`, uses a step and at most 1. Comes
+        first, if at all."""
+
     def use(self, step: int, layer: int, experts: np.ndarray) -> None:
         """The layer uses these experts, int `[n]` without repetition, in this step."""
 
@@ -38,6 +42,11 @@ class LRU:
     def __init__(self, layers: int, experts: int):
         self._last = np.full((layers, experts), -1, np.int64)
 
+    def seed(self, rates: np.ndarray) -> None:
+        """As if all were used long ago, the most used ones last."""
+        order = np.argsort(rates, axis=None, kind="stable")
+        self._last.reshape(-1)[order] = np.arange(-rates.size - 1, -1)
+
     def use(self, step: int, layer: int, experts: np.ndarray) -> None:
         """Remembers when."""
         layers, count = self._last.shape
@@ -54,6 +63,10 @@ class LFU:
     def __init__(self, layers: int, experts: int):
         self._count = np.zeros((layers, experts))
         self._last = np.zeros((layers, experts))
+
+    def seed(self, rates: np.ndarray) -> None:
+        """Less than a use that is seen."""
+        self._count[...] = rates
 
     def use(self, step: int, layer: int, experts: np.ndarray) -> None:
         """Counts a use."""
@@ -78,6 +91,10 @@ class Decayed:
         self._at = np.zeros((layers, experts), np.int64)
         self._steps = 0
         self._now = -1
+
+    def seed(self, rates: np.ndarray) -> None:
+        """Less than a use that is seen."""
+        self._count[...] = rates
 
     def use(self, step: int, layer: int, experts: np.ndarray) -> None:
         """Counts a use."""
@@ -122,6 +139,12 @@ class Expected:
         self._used = np.zeros((layers, experts), bool)
         self._rate = np.full((layers, experts), _RARE)
         self._step: int | None = None
+
+    def seed(self, rates: np.ndarray) -> None:
+        """As if it had been so for long."""
+        self._mean[...] = rates
+        self._full[...] = 1.0
+        self._rate = _mixed(self._mean, self._full)
 
     def use(self, step: int, layer: int, experts: np.ndarray) -> None:
         """Raises their rates."""

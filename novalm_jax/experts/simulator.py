@@ -115,6 +115,9 @@ class Belady:
             self._coming.append(row[::-1])
         self._coming.reverse()
 
+    def seed(self, rates: np.ndarray) -> None:
+        """Nothing: it knows better."""
+
     def use(self, step: int, layer: int, experts: np.ndarray) -> None:
         """Looks up when they are used again."""
         self._next[layer, experts] = self._coming[step][layer]

@@ -1,0 +1,111 @@
+"""Expert profiles: how often each expert of a model was used, as runs leave it behind for the next one's start.
+
+Knows files and counts. Refuses to know what is done with them.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from novalm_jax.checkpoint.atomic import write_whole
+from novalm_jax.config import ModelConfig
+from novalm_jax.errors import OptionError
+from novalm_jax.experts.records import Record, moe_layers
+from novalm_jax.experts.traces import NONE, Trace, read_trace
+
+
+@dataclass(frozen=True)
+class ExpertProfile:
+    """How often experts were used.
+
+    Attributes:
+      name: of the file, or of what it was counted in.
+      uses: float64 `[layers, experts]`, the part of tokens that chose each. Layers are those with experts, in order.
+      tokens: that were counted.
+    """
+
+    name: str
+    uses: np.ndarray
+    tokens: int
+
+    def __post_init__(self) -> None:
+        """Checks that it can be what it says.
+
+        Raises:
+          ValueError: it cannot; the message says why.
+        """
+        if self.uses.ndim != 2 or not self.uses.size or not np.issubdtype(self.uses.dtype, np.floating):
+            raise ValueError(f"uses is {self.uses.dtype} {list(self.uses.shape)}")
+        if not ((self.uses >= 0) & (self.uses <= 1)).all():
+            raise ValueError("uses has numbers that are no parts of 1")
+
+    @staticmethod
+    def of_trace(trace: Trace) -> ExpertProfile:
+        """Counts a trace."""
+        rows, layers, _ = trace.experts.shape
+        counts = np.zeros((layers, trace.num_experts + 1))
+        ids = np.where(trace.experts == NONE, trace.num_experts, trace.experts)
+        for layer in range(layers):
+            np.add.at(counts[layer], ids[:, layer].reshape(-1), 1)
+        return ExpertProfile(trace.name, counts[:, :-1] / rows, rows)
+
+    def most_used(self, count: int) -> list[Record]:
+        """So many of all records, those that were used most first; never one that nobody used. Layers are counted as
+        here, from 0, without those that have no experts."""
+        order = np.argsort(-self.uses, axis=None, kind="stable")[:count]
+        layers, experts = np.unravel_index(order[self.uses.reshape(-1)[order] > 0], self.uses.shape)
+        return [Record(int(layer), int(expert)) for layer, expert in zip(layers, experts, strict=True)]
+
+    def of_model(self, config: ModelConfig) -> np.ndarray:
+        """Uses by the numbers that a model gives its layers: float64 `[layers, experts]`, 0 where there are none.
+
+        Raises:
+          OptionError: the model has other layers or experts.
+        """
+        sparse = moe_layers(config)
+        experts = [moe.num_experts for moe in sparse.values()]
+        if len(self.uses) != len(sparse) or self.uses.shape[1] != max(experts, default=0):
+            raise OptionError(
+                f"expert_profile: {self.name} has {len(self.uses)} layers of {self.uses.shape[1]} experts, and the model "
+                f"{len(sparse)} of {max(experts, default=0)}. Give a profile of the same model."
+            )
+        uses = np.zeros((len(config.layers), self.uses.shape[1]))
+        uses[list(sparse)] = self.uses
+        return uses
+
+
+def read_profile(path: str | Path) -> ExpertProfile:
+    """Reads a profile that `write_profile` wrote, or counts a trace.
+
+    Raises:
+      OptionError: it is neither.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as held:
+            if "uses" in held:
+                return ExpertProfile(path.name, held["uses"].astype(np.float64), int(held["tokens"]))
+    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        if path.suffix != ".csv":
+            raise OptionError(
+                f"expert_profile: {path} is no expert profile: {error}. Give a file that --profile-out wrote, or "
+                "recorded routing."
+            ) from error
+    return ExpertProfile.of_trace(read_trace(path, "expert_profile"))
+
+
+def write_profile(profile: ExpertProfile, path: Path) -> None:
+    """Writes a `.npz` that `read_profile` reads, whole or not at all.
+
+    Raises:
+      WriteError: it cannot be written.
+    """
+    packed = io.BytesIO()
+    np.savez_compressed(packed, uses=profile.uses, tokens=profile.tokens)
+    write_whole(path, packed.getvalue())
