@@ -71,9 +71,10 @@ class ExpertProfile:
         sparse = moe_layers(config)
         experts = [moe.num_experts for moe in sparse.values()]
         if len(self.uses) != len(sparse) or self.uses.shape[1] != max(experts, default=0):
+            layers, count = self.uses.shape
             raise OptionError(
-                f"expert_profile: {self.name} has {len(self.uses)} layers of {self.uses.shape[1]} experts, and the model "
-                f"{len(sparse)} of {max(experts, default=0)}. Give a profile of the same model."
+                f"expert_profile: {self.name} has {layers} layers of {count} experts, and the model {len(sparse)} of "
+                f"{max(experts, default=0)}. Give a profile of the same model."
             )
         uses = np.zeros((len(config.layers), self.uses.shape[1]))
         uses[list(sparse)] = self.uses
