@@ -71,8 +71,9 @@ def _generate(options: GenerateOptions) -> None:
             if options.report:
                 print(llm.report(), file=sys.stderr)
     finally:
-        if llm.timeline is not None and llm.timeline.written is not None:
-            print(f"timeline: {llm.timeline.written}", file=sys.stderr)
+        for file in llm.files:
+            if file.written is not None:
+                print(f"{file.option}: {file.written}", file=sys.stderr)
 
 
 def _prompts(options: GenerateOptions) -> list[str]:

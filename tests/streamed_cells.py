@@ -28,7 +28,7 @@ class Cell(NamedTuple):
 
 
 SLOTS = ("half", "quarter", "least")
-OTHERS = (("all", "half", "none"), ("lookahead", "off"), ("decayed", "lru"), ("float32", "bfloat16"))
+OTHERS = (("all", "half", "none"), ("lookahead", "off"), ("default", "lru"), ("float32", "bfloat16"))
 
 
 def pairwise(factors: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:

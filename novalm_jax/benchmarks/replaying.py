@@ -63,7 +63,7 @@ class ReplayingExecutor(StreamedExecutor):
         """Bytes a second that uploads take at least from now on; None for what there is."""
         self._experts.fetcher.link.rate = rate
 
-    def _decode_step(self, bucket: int, step: DecodeStep) -> Decoded:
+    def _decode_step(self, bucket: int, step: DecodeStep) -> tuple[Decoded, Routing | None]:
         self._step += 1
         if self._recorded is None:
             self.seen.append([])

@@ -71,8 +71,8 @@ def dense_bytes(config: ModelConfig, dtype: np.dtype) -> int:
 
 
 def record_bytes(config: ModelConfig, dtype: np.dtype) -> int:
-    """A routed expert; the largest, where they differ (such a model can only be resident)."""
-    return max(_expert_bytes(config, moe, dtype) for moe in moe_layers(config).values())
+    """A routed expert; the largest, where they differ (such a model can only be resident); 0 where there are none."""
+    return max((_expert_bytes(config, moe, dtype) for moe in moe_layers(config).values()), default=0)
 
 
 def _expert_bytes(config: ModelConfig, moe: MoEConfig, dtype: np.dtype) -> int:

@@ -17,9 +17,11 @@ import numpy as np
 from novalm_jax.checkpoint.mapping import is_expert
 from novalm_jax.engine.functions import HEAD_BLOCK, Decoded, DecodeStep, Leaves, ModelWeights, PrefillChunk, Structure
 from novalm_jax.engine.programs import Programs, decode_rows, prefill_rows
+from novalm_jax.experts.recorder import Recorder
 from novalm_jax.experts.records import count_records
 from novalm_jax.kernels.storage import delete_arrays, storage_dtype
 from novalm_jax.models.decoder import Decoder, Routed
+from novalm_jax.models.router import Routing
 from novalm_jax.timeline import Timeline
 
 
@@ -52,10 +54,12 @@ class Executor(ABC):
     Attributes:
       rows: sequences that the cache has room for.
       launches: programs that were run.
+      recorder: counts the experts of decode steps; another one takes its place where somebody wants a trace.
     """
 
     def __init__(self, programs: Programs, outer: Leaves, timeline: Timeline | None = None):
         shapes = programs.shapes
+        self.recorder = Recorder(programs.config, "counts")
         self.rows = shapes.rows
         self.launches = 0
         self._programs = programs
@@ -76,6 +80,8 @@ class Executor(ABC):
         chunks = [
             chunk for number, prompt in enumerate(prompts) for chunk in self._chunks(prompt, len(prompt.tokens), number)
         ]
+        for prompt in prompts:
+            self.recorder.begin(prompt.row)
         for through in self._through_layers(chunks):
             if through is None:
                 yield None
@@ -93,6 +99,7 @@ class Executor(ABC):
           At every border between layers.
         """
         begin = 0
+        self.recorder.begin(row)
         for through in self._through_layers(self._chunks(Prompt(row, tokens), known)):
             if through is not None:
                 chunk, x = through
@@ -114,7 +121,10 @@ class Executor(ABC):
 
         step = DecodeStep(padded(tokens, 0), padded(rows, self.rows), padded(positions, -1), padded(known, 0))
         with self._caches_in_use():
-            return self._decode_step(bucket, step)
+            decoded, chosen = self._decode_step(bucket, step)
+        if chosen is not None:
+            self.recorder.step(rows, *map(np.asarray, chosen))
+        return decoded
 
     @property
     def broken(self) -> bool:
@@ -135,8 +145,8 @@ class Executor(ABC):
         dispatched; and None at every border between layers."""
 
     @abstractmethod
-    def _decode_step(self, bucket: int, step: DecodeStep) -> Decoded:
-        """Runs a step of `bucket` rows."""
+    def _decode_step(self, bucket: int, step: DecodeStep) -> tuple[Decoded, Routing | None]:
+        """Runs a step of `bucket` rows; also gives what the routers of its layers chose, `[l, b, k]`."""
 
     def _embed(self, chunk: Chunk) -> jax.Array:
         """The tokens of a chunk: `[1, t, d]`."""
@@ -222,11 +232,11 @@ class ResidentExecutor(Executor):
             yield chunk, x
             del x
 
-    def _decode_step(self, bucket: int, step: DecodeStep) -> Decoded:
+    def _decode_step(self, bucket: int, step: DecodeStep) -> tuple[Decoded, Routing | None]:
         decode = self._programs.decode(bucket)
-        decoded, caches = self._run(decode, self._weights, tuple(self._caches), step)
+        decoded, caches, chosen = self._run(decode, self._weights, tuple(self._caches), step)
         self._caches = list(caches)
-        return decoded
+        return decoded, chosen
 
 
 def put_stored(path: str, parameter: np.ndarray) -> jax.Array:

@@ -23,7 +23,7 @@ from novalm_jax.models.attention import Positions
 from novalm_jax.models.decoder import Decoder, DecoderLayer, Routed, embedded, read_out, without_experts
 from novalm_jax.models.moe import MoE, input_scales
 from novalm_jax.models.params import parameters_of
-from novalm_jax.models.router import Routing
+from novalm_jax.models.router import Routing, stacked
 
 DECODE_ROWS = (4, 8, 16, 32)
 """Row counts that decode is compiled for. XLA's CPU backend rounds bfloat16 products of 2 rows differently."""
@@ -246,25 +246,28 @@ class Functions:
 
     def decode(
         self, weights: ModelWeights, caches: tuple[LayerCache, ...], step: DecodeStep
-    ) -> tuple[Decoded, tuple[LayerCache, ...]]:
-        """One token for each row, through the whole model."""
+    ) -> tuple[Decoded, tuple[LayerCache, ...], Routing | None]:
+        """One token for each row, through the whole model; and what the routers of its layers chose, `[l, b, k]`."""
         x = lax.optimization_barrier(self.embed_step(weights.outer, step.tokens))
-        after = []
+        after, chosen = [], []
         for config, layer, cache in zip(self._structure.config.layers, weights.layers, caches, strict=True):
-            x, cache = self.decode_layer(config, layer, cache, x, step)
+            x, cache, routing = self.decode_layer(config, layer, cache, x, step)
             after.append(cache)
-        return self.head_of_step(weights.outer, x), tuple(after)
+            if routing is not None:
+                chosen.append(routing)
+        return self.head_of_step(weights.outer, x), tuple(after), stacked(chosen)
 
     def decode_layer(
         self, config: LayerConfig, weights: LayerWeights, cache: LayerCache, x: jax.Array, step: DecodeStep
-    ) -> tuple[jax.Array, LayerCache]:
+    ) -> tuple[jax.Array, LayerCache, Routing | None]:
         """One layer of a decode step, `x [b, 1, d]`, with barriers at the router split."""
         routed, cache = lax.optimization_barrier(self.attend_step(config, weights.dense, cache, x, step))
         if not isinstance(routed, Routed):
-            return routed, cache
+            return routed, cache, None
         assert weights.experts is not None
         products = lax.optimization_barrier(self._products(config, weights.experts, routed))
-        return lax.optimization_barrier(self.combine(config, weights.dense, routed, products)), cache
+        x = lax.optimization_barrier(self.combine(config, weights.dense, routed, products))
+        return x, cache, routed.routing
 
     def attend_step(
         self, config: LayerConfig, dense: Leaves, cache: LayerCache, x: jax.Array, step: DecodeStep

@@ -11,30 +11,34 @@ import operator
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import jax.numpy as jnp
 import numpy as np
 
 from novalm_jax.checkpoint.load import Checkpoint
 from novalm_jax.compat import CompileCounter, compilation_cache_folder, enable_compilation_cache
 from novalm_jax.engine.engine import Engine
+from novalm_jax.engine.estimate import record_bytes
 from novalm_jax.engine.executor import Executor
 from novalm_jax.engine.placement import place
 from novalm_jax.engine.report import Report
 from novalm_jax.engine.request import Completion, Request
+from novalm_jax.engine.run_files import run_files
 from novalm_jax.engine.sampler import Sampler
 from novalm_jax.engine.sampling import choice_seed, resolve
 from novalm_jax.engine.start import start_executor
-from novalm_jax.engine.timeline_file import TimelineFile
 from novalm_jax.errors import CheckpointError, EngineError, OptionError, RequestError, WriteError
+from novalm_jax.experts.recorder import Recorder
 from novalm_jax.options import EngineOptions, SamplingParams
 from novalm_jax.resources import embedded_checkpoint
 from novalm_jax.text.detokenizer import TextStream
 from novalm_jax.text.generation_config import GenerationConfig
 from novalm_jax.text.tokenizer import Tokenizer
+from novalm_jax.timeline import Timeline
 
 _log = logging.getLogger("novalm_jax")
 
@@ -48,7 +52,8 @@ class LLM:
     Attributes:
       options: the `EngineOptions` it was made with.
       config: the `ModelConfig` of its checkpoint.
-      timeline: what was done when, a `TimelineFile`; None unless the option of that name asks for it.
+      timeline: what was done when, a `Timeline`; None unless the option of that name asks for it.
+      files: those that are written at the end, as options say.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any):
@@ -66,18 +71,23 @@ class LLM:
         """
         start = time.perf_counter()
         self.options = _engine_options(options)
-        self.timeline = None if self.options.timeline is None else TimelineFile(self.options.timeline)
+        self.timeline = None if self.options.timeline is None else Timeline()
         self._compiles = CompileCounter()
         if self.options.compilation_cache:
             enable_compilation_cache(compilation_cache_folder())
         checkpoint = Checkpoint.open(embedded_checkpoint() if model is None else model)
         self.config = checkpoint.config
+        expert_bytes = record_bytes(self.config, np.dtype(jnp.dtype(self.options.dtype)))
+        keeps_rows = self.options.trace_out is not None
+        recorder = Recorder(self.config, checkpoint.folder.name, expert_bytes, keeps_rows)
+        self.files = run_files(self.options, self.timeline, recorder)
         self._defaults = GenerationConfig.load(checkpoint.folder)
         self._tokenizer, self._no_tokenizer = _load_tokenizer(checkpoint.folder)
         self._checkpoint = checkpoint
         self._placement = place(checkpoint, self.options)
         sampler = Sampler(self.options.max_batch, self.config.vocab_size)
         self._executor = self._start()
+        self._executor.recorder = recorder
         self._engine = Engine(self._executor, sampler)
         self._load_seconds = time.perf_counter() - start
 
@@ -245,16 +255,16 @@ class LLM:
         )
 
     def close(self) -> None:
-        """Ends what is running, frees the device's memory, and writes the timeline. Closing twice is fine.
+        """Ends what is running, frees the device's memory, and writes the files that were asked for. Closing twice is
+        fine.
 
         Raises:
-          WriteError: the timeline cannot be written; everything else is done.
+          WriteError: a file cannot be written; everything else is done.
         """
-        try:
+        with ExitStack() as last:
+            for file in self.files:
+                last.callback(file.write)
             self._engine.close()
-        finally:
-            if self.timeline is not None:
-                self.timeline.write()
 
     def __repr__(self) -> str:
         return f"<LLM {self._checkpoint.folder.name} ({self.config.model_type}, {self.options.dtype})>"

@@ -115,7 +115,7 @@ class Programs:
 
     @looked_up
     def decode(self, rows: int) -> jax.stages.Compiled:
-        """(`ModelWeights`, caches, `DecodeStep`) -> (`Decoded`, caches); the caches are donated."""
+        """(`ModelWeights`, caches, `DecodeStep`) -> (`Decoded`, caches, `Routing` or None); caches are donated."""
         live = (DecodeStep(*[int_shape(rows)] * 4),)
         return self._get(("decode", rows), self._functions.decode, (self._weights, self._caches), live, donate=(1,))
 

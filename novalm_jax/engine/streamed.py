@@ -21,7 +21,7 @@ from novalm_jax.engine.streamed_programs import StreamedPrograms
 from novalm_jax.experts.streamer import NoExperts, Streamer
 from novalm_jax.kernels.storage import delete_arrays
 from novalm_jax.models.decoder import Routed
-from novalm_jax.models.router import Routing
+from novalm_jax.models.router import Routing, stacked
 from novalm_jax.timeline import Timeline
 
 TAIL = 32
@@ -84,8 +84,8 @@ class StreamedExecutor(Executor):
         delete_arrays((self._weights, self._caches))
         self._weights, self._caches = ModelWeights((), ()), []
 
-    def _decode_step(self, bucket: int, step: DecodeStep) -> Decoded:
-        programs = self.programs
+    def _decode_step(self, bucket: int, step: DecodeStep) -> tuple[Decoded, Routing | None]:
+        programs, chosen = self.programs, []
         active = step.positions >= 0
         self.streamer.next_step()
         begin = time.perf_counter()
@@ -96,6 +96,7 @@ class StreamedExecutor(Executor):
                 x, self._caches[i] = self._run(attend, dense, self._caches[i], x, step, layer=i)
                 if isinstance(moe := config.feed_forward, MoEConfig):
                     x = x._replace(routing=self._chosen(i, x.routing, active))
+                    chosen.append(x.routing)
                     waves = self._experts.waves(i, _most_wanted([x.routing], moe))
                     if self._lookahead and self._experts.governor.allows:
                         self._look_ahead(i + 1, x.x, active)
@@ -103,7 +104,7 @@ class StreamedExecutor(Executor):
             decoded = self._head_of_step(x)
         if self._lookahead:
             self.streamer.decoded(time.perf_counter() - begin)
-        return decoded
+        return decoded, stacked(chosen, np)
 
     def _embed_step(self, step: DecodeStep) -> jax.Array:
         """The tokens of a decode step: `[b, 1, d]`."""

@@ -277,7 +277,8 @@ class Fetcher:
         self._reader.read_into(fetch.record, self._memory(fetch))
         with self._lock:
             if self._host is not None:
-                self._host.fill(fetch.record, fetch.place, fetch.step)
+                self._host.fill(fetch.record, fetch.place)
+                self._host.use(fetch.record, fetch.step)
             fetch.stage = Stage.IN_MEMORY
             self._changed.notify_all()
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from novalm_jax.experts.policy import Policy, victim
+from novalm_jax.experts.policy import Policy, leaving
 from novalm_jax.experts.pools import HostPool
 from novalm_jax.experts.records import Record
 from novalm_jax.experts.slots import SlotTable
@@ -41,14 +41,13 @@ class HostTier:
         slot = self.table.empty_slot(but=used)
         if slot is None:
             slots, layers, experts = self.table.listed(but=used)
-            slot = int(slots[victim(self._policy, step, record.layer, layers, experts)])
+            slot = int(slots[leaving(self._policy, step, record.layer, layers, experts)[0]])
             self.table.clear(slot)
         return slot
 
-    def fill(self, record: Record, slot: int, step: int) -> None:
+    def fill(self, record: Record, slot: int) -> None:
         """The slot holds the record from now on."""
         self.table.put(record, slot)
-        self.use(record, step)
 
     def close(self) -> None:
         """Frees the memory."""

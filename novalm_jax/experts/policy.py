@@ -28,9 +28,9 @@ class Policy(Protocol):
         the first. Something of `layer` comes in, in this step."""
 
 
-def victim(policy: Policy, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> int:
-    """Which of some records leaves first: its index. Arguments as of `Policy.worth`."""
-    return int(np.argmin(policy.worth(step, layer, layers, experts)))
+def leaving(policy: Policy, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
+    """In which order some records leave: their indices, int64 `[n]`. Arguments as of `Policy.worth`."""
+    return np.argsort(policy.worth(step, layer, layers, experts), kind="stable")
 
 
 class LRU:

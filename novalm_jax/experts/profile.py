@@ -17,7 +17,8 @@ from novalm_jax.checkpoint.atomic import write_whole
 from novalm_jax.config import ModelConfig
 from novalm_jax.errors import OptionError
 from novalm_jax.experts.records import Record, moe_layers
-from novalm_jax.experts.traces import NONE, Trace, read_trace
+from novalm_jax.experts.traces import Trace, read_trace
+from novalm_jax.models.router import NONE
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,14 @@ class ExpertProfile:
             np.add.at(counts[layer], ids[:, layer].reshape(-1), 1)
         return ExpertProfile(trace.name, counts[:, :-1] / rows, rows)
 
-    def most_used(self, count: int) -> list[Record]:
-        """So many of all records, those that were used most first; never one that nobody used. Layers are counted as
-        here, from 0, without those that have no experts."""
-        order = np.argsort(-self.uses, axis=None, kind="stable")[:count]
+    def most_used(self) -> list[Record]:
+        """All records that were used, the most used ones first. Layers are counted as here."""
+        order = np.argsort(-self.uses, axis=None, kind="stable")
         layers, experts = np.unravel_index(order[self.uses.reshape(-1)[order] > 0], self.uses.shape)
         return [Record(int(layer), int(expert)) for layer, expert in zip(layers, experts, strict=True)]
 
-    def of_model(self, config: ModelConfig) -> np.ndarray:
-        """Uses by the numbers that a model gives its layers: float64 `[layers, experts]`, 0 where there are none.
+    def of_model(self, config: ModelConfig) -> ExpertProfile:
+        """The same with all layers of a model, by its numbers; those without experts use none.
 
         Raises:
           OptionError: the model has other layers or experts.
@@ -78,7 +78,7 @@ class ExpertProfile:
             )
         uses = np.zeros((len(config.layers), self.uses.shape[1]))
         uses[list(sparse)] = self.uses
-        return uses
+        return ExpertProfile(self.name, uses, self.tokens)
 
 
 def read_profile(path: str | Path) -> ExpertProfile:

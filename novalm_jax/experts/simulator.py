@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
-from novalm_jax.experts.policy import Policy
+from novalm_jax.experts.policy import Policy, leaving
 from novalm_jax.experts.records import Record
 from novalm_jax.experts.slots import NOWHERE, SlotTable
-from novalm_jax.experts.traces import NONE, Trace
+from novalm_jax.experts.traces import Trace
+from novalm_jax.models.router import NONE
 
 Events = Sequence[Sequence[np.ndarray]]
 """The experts that each layer of each step needs, int `[n]` without repetition."""
@@ -145,8 +146,8 @@ def _bring(table: SlotTable, policy: Policy, step: int, layer: int, experts: np.
     if not len(left):
         return 0
     slots, layers, held = table.listed(but=table.table[layer, experts[table.table[layer, experts] != NOWHERE]])
-    leaving = slots[np.argsort(policy.worth(step, layer, layers, held), kind="stable")[: len(left)]]
-    for slot, expert in zip(leaving, left, strict=False):
+    given_up = slots[leaving(policy, step, layer, layers, held)[: len(left)]]
+    for slot, expert in zip(given_up, left, strict=False):
         table.clear(int(slot))
         table.put(Record(layer, int(expert)), int(slot))
-    return len(leaving)
+    return len(given_up)

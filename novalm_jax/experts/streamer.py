@@ -15,7 +15,7 @@ import numpy as np
 
 from novalm_jax.experts.fetcher import Fetch, Fetcher
 from novalm_jax.experts.governor import Governor
-from novalm_jax.experts.policy import Policy, victim
+from novalm_jax.experts.policy import Policy, leaving
 from novalm_jax.experts.pools import DevicePool
 from novalm_jax.experts.records import Record, record_span
 from novalm_jax.experts.slots import NOWHERE, SlotTable
@@ -61,6 +61,8 @@ class Streamer:
         self._ahead: dict[Record, Fetch] = {}
         self._prefetched: set[Record] = set()
         self._predicted: set[Record] = set()
+        # Slots in the order in which they are given up, found once for each event: without those that were since then.
+        self._order: list[int] = []
         self.governor = Governor()
         self.steps_without_prefetch = 0
         self.hits = self.misses = self.prefetch_hits = self.prefetch_wasted = self.evictions = 0
@@ -129,8 +131,10 @@ class Streamer:
         kept = set(experts if kept is None else kept)
         if self._awaited != layer:
             self._awaited = NOWHERE
+        self._order = []
         self._absorb(layer, needed)
         self._policy.use(self._step, layer, np.array(sorted(kept.intersection(experts)), np.int64))
+        self._order = []
         slots = {record: self._table.find(record) for record in needed}
         there = {record: slot for record, slot in slots.items() if slot != NOWHERE}
         missing = [self._fetcher.fetch(record, self._step, True) for record in needed if record not in there]
@@ -175,6 +179,7 @@ class Streamer:
         if self._pool.lost:
             # In this order: a table over empty slots would be wrong without a word.
             self._table.clear_all()
+            self._order = []
             self._prefetched.clear()
             self._pool.renew()
         self._awaited = NOWHERE
@@ -228,12 +233,17 @@ class Streamer:
         if slot is not None:
             return slot
         spared = {self._table.find(record) for record in (*self._prefetched, *self._predicted)} - {NOWHERE}
-        slots, layers, experts = self._table.listed(but={*busy, *spared})
-        if not len(slots):
-            slots, layers, experts = self._table.listed(but=set(busy))
-        if not len(slots):
-            return None
-        return int(slots[victim(self._policy, self._step, layer, layers, experts)])
+        slot = self._leaving(layer, {*busy, *spared})
+        return self._leaving(layer, busy) if slot is None else slot
+
+    def _leaving(self, layer: int, but: Collection[int]) -> int | None:
+        """The slot that is given up first, and is none of `but`; None where there is none."""
+        slot = next((slot for slot in self._order if slot not in but), None)
+        if slot is None:
+            slots, layers, experts = self._table.listed()
+            self._order = slots[leaving(self._policy, self._step, layer, layers, experts)].tolist()
+            slot = next((slot for slot in self._order if slot not in but), None)
+        return slot
 
     def _insert(self, fetch: Fetch, slot: int) -> None:
         assert fetch.arrays is not None
@@ -251,6 +261,8 @@ class Streamer:
         if record is not None:
             self._table.clear(slot)
             self.evictions += 1
+        if slot in self._order:
+            self._order.remove(slot)
 
     def _count(self, layer: int, there: Collection[Record], missing: Collection[Fetch]) -> None:
         """Counts what the layer needs, and what of its prefetches was right."""

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from novalm_jax.experts.traces import NONE, Trace
+from novalm_jax.experts.traces import Trace
+from novalm_jax.models.router import NONE
 
 LAGS = (1, 2, 4, 8, 16, 64)
 """Tokens between two uses."""

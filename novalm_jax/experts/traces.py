@@ -21,9 +21,7 @@ from novalm_jax.checkpoint.atomic import write_whole
 from novalm_jax.config import ModelConfig
 from novalm_jax.errors import OptionError
 from novalm_jax.experts.records import moe_layers
-
-NONE = -1
-"""In place of an expert, in layers that choose fewer than others."""
+from novalm_jax.models.router import NONE
 
 _COLUMNS = ("turn", "phase", "step", "layer", "slot", "expert")
 _DECODE = 1  # in the column phase; 0 are prompts

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,31 @@ from jax import lax
 
 from novalm_jax.config import RouterConfig
 
+NONE = -1
+"""In place of an expert, in layers that choose fewer than others."""
+
 
 class Routing(NamedTuple):
     """The router's choice for each token, best first: ids int32 `[t, k]` and weights float32 `[t, k]`."""
 
     ids: jax.Array
     weights: jax.Array
+
+
+def stacked(layers: Sequence[Routing], xp: Any = jnp) -> Routing | None:
+    """The choices of all layers together, `[l, t, k]`, those that choose fewer filled up with `NONE` and 0; None where
+    there are no layers. `xp` is `jnp` in a program, numpy outside."""
+    if not layers:
+        return None
+    most = max(routing.ids.shape[-1] for routing in layers)
+
+    def filled(part: Any, value: float) -> Any:
+        return xp.pad(part, ((0, 0), (0, most - part.shape[-1])), constant_values=value)
+
+    return Routing(
+        xp.stack([filled(routing.ids, NONE) for routing in layers]),
+        xp.stack([filled(routing.weights, 0.0) for routing in layers]),
+    )
 
 
 def choose(logits: jax.Array, config: RouterConfig, k: int, choice_bias: jax.Array | None = None) -> Routing:

@@ -44,6 +44,13 @@ class EngineOptions:
     timeline: Path | None = None
     """File for a trace that shows, in Perfetto or Chrome, what is read, uploaded and computed when: written at the end,
     in place of one that may be there. The run is a little slower."""
+    trace_out: Path | None = None
+    """File (.npz) for the experts that every decoded token chose, to be replayed by simulate and bench; written at the
+    end."""
+    profile_out: Path | None = None
+    """File (.npz) for how often each expert was used, to start from the next time; written at the end."""
+    expert_profile: Path | None = None
+    """File that profile_out or trace_out wrote: the experts that were used most are on the device from the start."""
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
@@ -52,8 +59,13 @@ class EngineOptions:
         one_of(self, "prefetch")
         if self.link_rate is not None and self.link_rate < 1:
             raise OptionError(f"link: {shown(self.link)} lets nothing through; give 2GB/s, or so.")
-        if self.timeline is not None:
-            object.__setattr__(self, "timeline", as_path("timeline", self.timeline))
+        written = self._paths("timeline", "trace_out", "profile_out")
+        self._paths("expert_profile")
+        for name, path in written.items():
+            if name != "timeline" and path.suffix != ".npz":
+                raise OptionError(f"{name}: {path} is no name of an .npz file; give one.")
+        if len(set(written.values())) < len(written):
+            raise OptionError(f"{' and '.join(written)} are to write the same file; give each a file of its own.")
         positive("max_batch", self.max_batch)
         context = self.context_length
         if isinstance(context, str) and context != "auto":
@@ -63,6 +75,13 @@ class EngineOptions:
             object.__setattr__(self, "context_length", int(context))
         if self.context_length != "auto":
             positive("context_length", self.context_length)
+
+    def _paths(self, *names: str) -> dict[str, Path]:
+        """Makes paths of those options that are given."""
+        given = {name: as_path(name, value) for name in names if (value := getattr(self, name)) is not None}
+        for name, path in given.items():
+            object.__setattr__(self, name, path)
+        return given
 
     @property
     def link_rate(self) -> int | None:

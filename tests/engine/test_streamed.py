@@ -35,13 +35,13 @@ HALF, ALL = LAYERS * EXPERTS // 2, LAYERS * EXPERTS
 @pytest.mark.parametrize(
     ("slots", "host", "prefetch", "policy", "dtype"),
     [
-        (CHOSEN, 0, "off", "decayed", "float32"),
+        (CHOSEN, 0, "off", "default", "float32"),
         (CHOSEN, ALL, "lookahead", "lru", "bfloat16"),
-        (12, HALF, "lookahead", "decayed", "float32"),
+        (12, HALF, "lookahead", "default", "float32"),
         (12, 0, "lookahead", "lru", "float32"),
         (24, ALL, "off", "lru", "float32"),
         (24, HALF, "off", "decayed", "bfloat16"),
-        (40, 0, "lookahead", "decayed", "bfloat16"),
+        (40, 0, "lookahead", "lfu", "bfloat16"),
     ],
 )
 def test_every_placement_gives_the_bits_of_the_resident_run(

@@ -152,21 +152,8 @@ def grid(names: Sequence[str], cells_of: Callable[[int], list[Cell]]) -> pytest.
     return pytest.mark.parametrize(("name", "cell"), cases, ids=str)
 
 
-def some_cells(number: int) -> list[Cell]:
-    """All of an array for the first model, and each fifth cell for every other one, not the same for all."""
-    cells = pairwise_cells(number)
-    return cells if number == 0 else cells[number % 5 :: 5]
-
-
-@grid([EMBEDDED, *FAMILIES], some_cells)
-def test_streamed_is_resident_bit_for_bit(model_of, name: str, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_for_prefetches(monkeypatch)
-    check(model_of(name), cell)
-
-
-@pytest.mark.slow
 @grid([EMBEDDED, *FAMILIES], pairwise_cells)
-def test_every_pair_is_resident_bit_for_bit(model_of, name, cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_is_resident_bit_for_bit(model_of, name: str, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for_prefetches(monkeypatch)
     check(model_of(name), cell)
 
