@@ -14,7 +14,7 @@ import pytest
 from interrupts import interrupted_at
 from novalm_jax import LLM, SamplingParams
 from novalm_jax.checkpoint.files import TensorReader
-from novalm_jax.engine import timeline_file
+from novalm_jax.engine import run_files
 from novalm_jax.engine.report import Report
 from novalm_jax.errors import CheckpointError, OptionError, WriteError
 from novalm_jax.experts.fetcher import Fetcher, Stage
@@ -65,7 +65,7 @@ def traced(llm: LLM, trace: Path) -> dict[str, list[Event]]:
     """The rows of the trace that closing a model leaves, and nothing beside it."""
     assert not trace.exists()
     llm.close()
-    assert llm.timeline is not None and llm.timeline.written == trace
+    assert [file.written for file in llm.files] == [trace]
     assert list(trace.parent.iterdir()) == [trace]
     return rows_of(trace.read_bytes())
 
@@ -283,14 +283,14 @@ def test_a_full_timeline_says_what_it_lacks(streamed, resident, tmp_path, caplog
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A disk that is full until the list is emptied."""
-    full, write = [1], timeline_file.write_whole
+    full, write = [1], run_files.write_whole
 
     def written(path: Path, data: bytes) -> None:
         if full:
             raise WriteError(f"{path} cannot be written: No space left on device.")
         write(path, data)
 
-    monkeypatch.setattr(timeline_file, "write_whole", written)
+    monkeypatch.setattr(run_files, "write_whole", written)
     yield full
 
 
@@ -298,7 +298,7 @@ def test_a_full_disk_is_an_error_of_closing_which_can_be_tried_again(dense, tmp_
     with pytest.raises(WriteError, match=r"trace\.json cannot be written"):
         with LLM(dense, timeline=tmp_path / "trace.json", **OPTIONS) as llm:
             llm.generate([[5]], GREEDY)
-    assert llm.timeline is not None and llm.timeline.written is None
+    assert [file.written for file in llm.files] == [None]
     full_disk.clear()
     assert list(traced(llm, tmp_path / "trace.json")) == ["compute"]
 
