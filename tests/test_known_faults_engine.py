@@ -272,7 +272,8 @@ def nothing_is_closed(patch: Patch) -> None:
 
 def check_compilation(folder: Path) -> None:
     """Each new length of a prompt, size of a batch or kind of request waits for a compiler."""
-    greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    # Enough tokens for all of a batch to run together, even where each prompt takes longer than decoding may wait.
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     drawn = replace(greedy, temperature=0.7, seed=1, top_k=7, frequency_penalty=0.5)
     with tiny_llm(folder) as llm:
         for prompts in ([[5] * 10], [[6] * 100] * 3):

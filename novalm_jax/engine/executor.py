@@ -59,7 +59,7 @@ class Executor(ABC):
 
     def __init__(self, programs: Programs, outer: Leaves, timeline: Timeline | None = None):
         shapes = programs.shapes
-        self.recorder = Recorder(programs.config, "counts")
+        self.recorder = Recorder(programs.config)
         self.rows = shapes.rows
         self.launches = 0
         self._programs = programs

@@ -28,7 +28,9 @@ class Recorder:
       left_out: rows that the trace lacks, since it is full.
     """
 
-    def __init__(self, config: ModelConfig, name: str, record_bytes: int | None = None, keeps_rows: bool = False):
+    def __init__(
+        self, config: ModelConfig, name: str = "a run", record_bytes: int | None = None, keeps_rows: bool = False
+    ):
         """For a model.
 
         Args:
