@@ -12,9 +12,10 @@ import pytest
 
 from novalm_jax import simulate as command
 from novalm_jax.errors import OptionError
+from novalm_jax.experts.curves import lru_hit_rates
 from novalm_jax.experts.policy import LRU, POLICIES
 from novalm_jax.experts.simulation import simulate
-from novalm_jax.experts.simulator import Belady, Events, events_of, lru_hit_rates, replay
+from novalm_jax.experts.simulator import Belady, Events, events_of, replay
 from novalm_jax.experts.slots import SlotTable
 from novalm_jax.experts.traces import NONE, Trace, read_trace, write_trace
 from novalm_jax.options import SimulateOptions
@@ -148,7 +149,7 @@ def test_times_follow_from_bytes_and_link() -> None:
     # Three tokens a step, half a millisecond an expert.
     assert cell.serial_ms == pytest.approx(1.5 + 3 * cell.misses / 2)
     assert cell.hidden_ms == pytest.approx(max(1.5, 3 * cell.misses / 2))
-    assert cell.columns()[:2] == ("lru", "20") and cell.columns()[-1] == f"{cell.hidden_ms:.2f}"
+    assert cell.columns(False)[:2] == ("lru", "20") and cell.columns(False)[-1] == f"{cell.hidden_ms:.2f}"
 
 
 def test_rows_of_a_step_share_what_it_fetches() -> None:
