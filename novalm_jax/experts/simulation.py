@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,98 +117,132 @@ class Simulation:
         return "one pool for all layers" if self.options.pool == "global" else "as many slots in each layer"
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A trace as options want it replayed, and what its caches are made from.
+
+    Attributes:
+      trace: what of it is replayed.
+      events: of its steps.
+      profile: that caches start with, None where they are empty.
+      layer_hits: what fitted pools are fitted to, as `fit_slots` takes it; None for other pools.
+    """
+
+    trace: Trace
+    options: SimulateOptions
+    events: Events
+    profile: ExpertProfile | None
+    layer_hits: np.ndarray | None
+
+    @staticmethod
+    def of(trace: Trace, options: SimulateOptions) -> Setting:
+        """Reads what else the options name.
+
+        Raises:
+          OptionError: that cannot be read, or is of another model; or a link, and nothing says how large an expert is.
+        """
+        if options.link is not None and (options.sizes[0] or trace.record_bytes) is None:
+            raise OptionError("link: it takes the size of an expert to say how long one takes; add record_bytes (9MB).")
+        trace = trace.of(slice(options.first_tokens))
+        profile = None if options.expert_profile is None else read_profile(options.expert_profile)
+        if profile is not None:
+            _check_shape("expert_profile", profile.name, profile.uses.shape, trace)
+        hits = _hits_to_fit(trace, options) if options.pool == "fitted" else None
+        return Setting(trace, options, events_of(trace, options.batch), profile, hits)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers, and experts of each."""
+        return self.trace.experts.shape[1], self.trace.num_experts
+
+    @property
+    def record_bytes(self) -> int | None:
+        """Bytes of an expert, None where nobody said."""
+        return self.options.sizes[0] or self.trace.record_bytes
+
+    def cells(self) -> list[tuple[str, int]]:
+        """Every policy with every number of slots."""
+        layers, experts = self.shape
+        return [(name, slots) for name in self.options.policies for slots in self.options.slots_of(layers * experts)]
+
+    def cache(self, name: str, slots: int) -> tuple[Policy, list[SlotTable]]:
+        """A new policy and its tables, which hold the most used records of the profile, if there is one."""
+        policy = Belady(*self.shape, self.events) if name == "belady" else POLICIES[name](*self.shape)
+        tables = [SlotTable(*self.shape, size) for size in self._pools(slots)]
+        if self.profile is not None:
+            policy.seed(self.profile.uses)
+            for record in self.profile.most_used(self.profile.uses.size):
+                table = tables[record.layer % len(tables)]
+                slot = table.empty_slot()
+                if slot is not None:
+                    table.put(record, slot)
+        return policy, tables
+
+    def step_ms(self, uploads: float) -> tuple[float, float] | None:
+        """Milliseconds of a step with so many uploads, with nothing hidden and with all; None without a link."""
+        if self.options.sizes[1] is None or self.record_bytes is None:
+            return None
+        moving = 1e3 * uploads * self.record_bytes / self.options.sizes[1]
+        return self.options.compute_ms + moving, max(self.options.compute_ms, moving)
+
+    def _pools(self, slots: int) -> list[int]:
+        """The slots of the one pool, or of each layer's: fitted ones have as many at least as a token needs."""
+        layers, experts = self.shape
+        if self.options.pool == "global":
+            return [slots]
+        each = min(experts, max(1, round(slots / layers)))
+        if self.layer_hits is None:
+            return [each] * layers
+        least = min(self.trace.experts.shape[2], max(1, slots // layers))
+        return fit_slots(self.layer_hits, max(slots, layers), least).tolist()
+
+
 def simulate(trace: Trace, options: SimulateOptions, curve: bool = False) -> Simulation:
     """Replays a trace for every policy and number of slots; `curve` adds `lru` with all numbers of slots.
 
     Raises:
-      OptionError: a link, and nothing says how large an expert is; or a profile or a trace to fit to that cannot be
-        read, or is of another model.
+      OptionError: as `Setting.of`.
     """
-    record_bytes, link = options.sizes
-    record_bytes = record_bytes or trace.record_bytes
-    if link is not None and record_bytes is None:
-        raise OptionError("link: it takes the size of an expert to say how long one takes; add record_bytes (9MB).")
-    trace = trace.of(slice(options.first_tokens))
-    tokens, layers, _ = trace.experts.shape
-    experts = trace.num_experts
-    profile = None if options.expert_profile is None else _profile(options.expert_profile, layers, experts)
-    events = events_of(trace, options.batch)
-    layer_hits = _hits_to_fit(trace, options) if options.pool == "fitted" else None
+    setting = Setting.of(trace, options)
     cells = []
-    for name in options.policies:
-        for slots in options.slots_of(layers * experts):
-            tables = [
-                SlotTable(layers, experts, size)
-                for size in _pools(options.pool, trace.experts.shape[2], layers, experts, slots, layer_hits)
-            ]
-            policy = _policy(name, layers, experts, events)
-            if profile is not None:
-                _warm(policy, tables, profile)
-            found = replay(events, policy, tables, f"{name}, {slots} slots", options.admission)
-            cells.append(_cell(name, found, tokens, len(events), record_bytes, link, options.compute_ms))
+    for name, slots in setting.cells():
+        found = replay(setting.events, *setting.cache(name, slots), f"{name}, {slots} slots", options.admission)
+        cells.append(_cell(name, found, setting))
+    layers, experts = setting.shape
     return Simulation(
         trace=trace.name,
         options=options,
-        tokens=tokens,
-        steps=len(events),
+        tokens=len(setting.trace.experts),
+        steps=len(setting.events),
         layers=layers,
         experts=experts,
         cells=tuple(cells),
-        warm=None if profile is None else profile.name,
-        lru_curve=lru_hit_rates(events, layers, experts, options.pool != "global") if curve else None,
+        warm=None if setting.profile is None else setting.profile.name,
+        lru_curve=lru_hit_rates(setting.events, layers, experts, options.pool != "global") if curve else None,
     )
-
-
-def _policy(name: str, layers: int, experts: int, events: Events) -> Policy:
-    return Belady(layers, experts, events) if name == "belady" else POLICIES[name](layers, experts)
-
-
-def _pools(pool: str, chosen: int, layers: int, experts: int, slots: int, layer_hits: np.ndarray | None) -> list[int]:
-    """The slots of the one pool, or of each layer's: fitted ones have as many at least as a token needs."""
-    if pool == "global":
-        return [slots]
-    if layer_hits is not None:
-        return fit_slots(layer_hits, max(slots, layers), min(chosen, max(1, slots // layers))).tolist()
-    return [min(experts, max(1, round(slots / layers)))] * layers
 
 
 def _hits_to_fit(trace: Trace, options: SimulateOptions) -> np.ndarray:
     """What `fit_slots` takes."""
-    layers, experts = trace.experts.shape[1], trace.num_experts
+    fitted = trace
     if options.fit_trace is not None:
-        trace = read_trace(options.fit_trace, "fit_trace")
-        _check_shape("fit_trace", options.fit_trace, (trace.experts.shape[1], trace.num_experts), (layers, experts))
-    return lru_hits(events_of(trace, options.batch), layers, experts, apart=True)
+        fitted = read_trace(options.fit_trace, "fit_trace")
+        _check_shape("fit_trace", fitted.name, (fitted.experts.shape[1], fitted.num_experts), trace)
+    return lru_hits(events_of(fitted, options.batch), fitted.experts.shape[1], fitted.num_experts, apart=True)
 
 
-def _profile(path: str, layers: int, experts: int) -> ExpertProfile:
-    profile = read_profile(path)
-    _check_shape("expert_profile", path, profile.uses.shape, (layers, experts))
-    return profile
-
-
-def _check_shape(option: str, path: str, shape: tuple[int, ...], wanted: tuple[int, int]) -> None:
-    if shape != wanted:
+def _check_shape(option: str, name: str, shape: tuple[int, ...], trace: Trace) -> None:
+    layers, experts = trace.experts.shape[1], trace.num_experts
+    if shape != (layers, experts):
         raise OptionError(
-            f"{option}: {path} has {shape[0]} layers of {shape[1]} experts, and the trace {wanted[0]} of {wanted[1]}. "
-            "Give one of the same model."
+            f"{option}: {name} has {shape[0]} layers of {shape[1]} experts, and the trace {layers} of {experts}. Give "
+            "one of the same model."
         )
 
 
-def _warm(policy: Policy, tables: Sequence[SlotTable], profile: ExpertProfile) -> None:
-    """As at the start of a run that has a profile: the most used records have slots."""
-    policy.seed(profile.uses)
-    for record in profile.most_used(profile.uses.size):
-        table = tables[record.layer % len(tables)]
-        slot = table.empty_slot()
-        if slot is not None:
-            table.put(record, slot)
-
-
-def _cell(
-    name: str, found: Replay, tokens: int, steps: int, record_bytes: int | None, link: int | None, compute_ms: float
-) -> Cell:
-    moving = None if link is None or record_bytes is None else 1e3 * found.uploads * record_bytes / link / steps
+def _cell(name: str, found: Replay, setting: Setting) -> Cell:
+    tokens, size = len(setting.trace.experts), setting.record_bytes
+    times = setting.step_ms(found.uploads / len(setting.events)) or (None, None)
     return Cell(
         policy=name,
         slots=found.slots,
@@ -217,7 +250,7 @@ def _cell(
         misses=int(found.missed.sum()) / tokens,
         uploads=found.uploads / tokens,
         evictions=found.evictions / tokens,
-        bytes=None if record_bytes is None else found.uploads * record_bytes / tokens,
-        serial_ms=None if moving is None else compute_ms + moving,
-        hidden_ms=None if moving is None else max(compute_ms, moving),
+        bytes=None if size is None else found.uploads * size / tokens,
+        serial_ms=times[0],
+        hidden_ms=times[1],
     )
