@@ -15,7 +15,16 @@ from typing import Any
 import tyro
 
 from novalm_jax.commands import run_command
-from novalm_jax.options import BenchOptions, EngineOptions, MakeModelOptions, RoutingOptions, SweepOptions
+from novalm_jax.options import (
+    BenchOptions,
+    EngineOptions,
+    MakeModelOptions,
+    MakeTraceOptions,
+    PolicyBenchOptions,
+    RoutingOptions,
+    SimulateOptions,
+    SweepOptions,
+)
 
 _PROGRAM = "python -m novalm_jax.bench"
 
@@ -151,6 +160,33 @@ def _sweep(command: SweepCommand) -> None:
     print(json.dumps(figures.to_dict()) if command.json else figures)
 
 
+@dataclass(frozen=True)
+class PolicyCommand:
+    """Measure what policies and their tables cost a step, without a model."""
+
+    trace: tyro.conf.Positional[str | None] = None
+    """File of recorded routing (.npz or .csv). None: routing that is made up."""
+    json: bool = False
+    """Write one JSON object in place of a table."""
+    debug: bool = False
+    """Show tracebacks."""
+    options: tyro.conf.OmitArgPrefixes[SimulateOptions] = field(
+        default_factory=lambda: SimulateOptions(slots="25%,50%", policy="default,decayed,lfu,lru")
+    )
+    how: tyro.conf.OmitArgPrefixes[PolicyBenchOptions] = field(default_factory=PolicyBenchOptions)
+    made: tyro.conf.OmitArgPrefixes[MakeTraceOptions] = field(default_factory=MakeTraceOptions)
+
+
+def _policy(command: PolicyCommand) -> None:
+    from novalm_jax.benchmarks.policies import measure_policies
+    from novalm_jax.experts.synthetic import make_trace
+    from novalm_jax.experts.traces import read_trace
+
+    trace = make_trace(command.made) if command.trace is None else read_trace(command.trace, "trace")
+    costs = measure_policies(trace, command.options, command.how)
+    print(json.dumps(costs.to_dict()) if command.json else costs)
+
+
 _BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
     "load": (LoadCommand, _load),
     "start": (StartCommand, _start),
@@ -158,6 +194,7 @@ _BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
     "prefill": (PrefillCommand, _prefill),
     "decode": (DecodeCommand, _decode),
     "sweep": (SweepCommand, _sweep),
+    "policy": (PolicyCommand, _policy),
 }
 
 

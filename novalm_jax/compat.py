@@ -10,10 +10,13 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+
+from novalm_jax.errors import OptionError
 
 if TYPE_CHECKING:
     import jax
@@ -180,3 +183,9 @@ def available_ram() -> int:
             continue
         available = min(available, max(room, 0))
     return available
+
+
+def require_matplotlib(option: str) -> None:
+    """Raises OptionError where matplotlib, which `option` needs, is not installed."""
+    if find_spec("matplotlib") is None:
+        raise OptionError(f'{option}: matplotlib draws it, and is not installed. `pip install "novalm-jax[notebook]"`.')

@@ -28,6 +28,10 @@ class SimulateCommand:
     """File of recorded routing (.npz or .csv)."""
     make_trace: Path | None = None
     """File (.npz) for routing that is made up, in place of replaying any."""
+    plot: Path | None = None
+    """File (.png, .svg or .pdf) for a picture of hits by slots (needs matplotlib, which the notebook extra brings)."""
+    profile_out: Path | None = None
+    """File (.npz) for how often the trace uses each expert, for --expert-profile."""
     json: bool = False
     """Write one JSON object in place of a table."""
     debug: bool = False
@@ -38,6 +42,8 @@ class SimulateCommand:
 
 def _simulate(command: SimulateCommand) -> None:
     # Only now, so that --help and mistakes in the options are answered at once.
+    from novalm_jax.experts.pictures import check_picture, save_picture
+    from novalm_jax.experts.profile import ExpertProfile, write_profile
     from novalm_jax.experts.simulation import simulate
     from novalm_jax.experts.synthetic import make_trace
     from novalm_jax.experts.trace_statistics import statistics_of
@@ -45,15 +51,26 @@ def _simulate(command: SimulateCommand) -> None:
 
     if (command.trace is None) == (command.make_trace is None):
         raise OptionError("trace: give a file of recorded routing, or --make-trace and a file for made-up routing.")
+    for name, path in (("make_trace", command.make_trace), ("profile_out", command.profile_out)):
+        if path is not None and path.suffix != ".npz":
+            raise OptionError(f"{name}: {path} is no name of an .npz file; give one.")
     if command.make_trace is not None:
-        if command.make_trace.suffix != ".npz":
-            raise OptionError(f"make_trace: {command.make_trace} is no name of an .npz file; give one.")
+        for name, path in (("plot", command.plot), ("profile_out", command.profile_out)):
+            if path is not None:
+                raise OptionError(f"{name}: nothing is replayed with --make-trace; leave one of them out.")
         trace = make_trace(command.made)
         write_trace(trace, command.make_trace)
         found = statistics_of(trace)
         print(json.dumps(found.to_dict()) if command.json else f"{command.make_trace}: {trace.name}\n\n{found}")
         return
-    figures = simulate(read_trace(str(command.trace), "trace"), command.options)
+    if command.plot is not None:
+        check_picture("plot", command.plot)
+    trace = read_trace(str(command.trace), "trace")
+    figures = simulate(trace, command.options, curve=command.json or command.plot is not None)
+    if command.plot is not None:
+        save_picture(figures, command.plot)
+    if command.profile_out is not None:
+        write_profile(ExpertProfile.of_trace(trace), command.profile_out)
     print(json.dumps(figures.to_dict()) if command.json else figures)
 
 

@@ -41,13 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(command: TrainCommand) -> None:
     # Only now, so that --help and mistakes in the options are answered before JAX is loaded.
-    from novalm_jax.training.pictures import require_matplotlib, save_pictures
+    from novalm_jax.compat import require_matplotlib
+    from novalm_jax.training.pictures import save_pictures
     from novalm_jax.training.recipe import train
     from novalm_jax.training.run_folder import read_metrics
     from novalm_jax.training.summary import summary
 
     if command.pictures:
-        require_matplotlib()
+        require_matplotlib("pictures")
     model = train(command.texts, command.output, command.options)
     if command.pictures:
         save_pictures(command.output)

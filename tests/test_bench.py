@@ -196,3 +196,24 @@ def test_mistakes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
         BenchOptions(rounds=0)
     with pytest.raises(OptionError, match="dtype"):
         BenchOptions(dtype="int8")  # type: ignore[arg-type]
+
+
+def test_policies_are_timed_in_turns_on_the_same_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    made = "--layers 3 --experts 8 --experts-per-token 2 --sequences 2 --tokens 20"
+    run = ["policy", *made.split(), "--slots", "50%", "--policy", "default,lru", "--warm-up", "10", "--steps", "5"]
+    link = ["--record-bytes", "1MB", "--link", "1GB/s", "--compute-ms", "1"]
+    assert bench.main([*run, *link, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert [(cost["policy"], cost["slots"], len(cost["seconds"])) for cost in figures["costs"]] == [
+        ("default", 12, 5),
+        ("lru", 12, 5),
+    ]
+    for cost in figures["costs"]:
+        # All six experts of a token, but for those that hit, at a millisecond each.
+        assert cost["step_seconds"] == pytest.approx(max(1e-3, 6e-3 * (1 - cost["hit_rate"])))
+        assert cost["part"] == pytest.approx(np.median(cost["seconds"]) / cost["step_seconds"])
+    assert bench.main([*run, "--rounds", "2"]) == 0
+    table = capsys.readouterr().out
+    assert table.startswith("trace    made-up routing") and " of it" not in table
+    assert bench.main([*run, "--rounds", "7"]) == 2
+    assert "10 + 7 x 5 are run" in capsys.readouterr().err

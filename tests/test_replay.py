@@ -18,7 +18,7 @@ from novalm_jax.engine.streamed import StreamedExecutor
 from novalm_jax.errors import OptionError
 from novalm_jax.experts import fetcher as fetcher_module
 from novalm_jax.experts.governor import Governor
-from novalm_jax.experts.policy import POLICIES, leaving
+from novalm_jax.experts.policy import POLICIES
 from novalm_jax.experts.records import Record
 from novalm_jax.experts.slots import NOWHERE
 from novalm_jax.experts.streamer import Streamer
@@ -199,7 +199,7 @@ def simulated_hits(streamer: Streamer, tokens: np.ndarray) -> int:
             for record in missing:
                 if (slot := table.empty_slot()) is None:
                     slots, in_layers, in_experts = table.listed(but=new)
-                    slot = int(slots[leaving(policy, step, layer, in_layers, in_experts)[0]])
+                    slot = int(slots[policy.worth(step, layer, in_layers, in_experts).argmin()])
                     table.clear(slot)
                 table.put(record, slot)
                 new.append(slot)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from novalm_jax.experts.policy import Policy, leaving
+from novalm_jax.experts.policy import Policy
 from novalm_jax.experts.pools import HostPool
 from novalm_jax.experts.records import Record
 from novalm_jax.experts.slots import SlotTable
@@ -41,7 +41,7 @@ class HostTier:
         slot = self.table.empty_slot(but=used)
         if slot is None:
             slots, layers, experts = self.table.listed(but=used)
-            slot = int(slots[leaving(self._policy, step, record.layer, layers, experts)[0]])
+            slot = int(slots[self._policy.worth(step, record.layer, layers, experts).argmin()])
             self.table.clear(slot)
         return slot
 

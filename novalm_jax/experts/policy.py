@@ -25,12 +25,40 @@ class Policy(Protocol):
 
     def worth(self, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
         """Of some records, int `[n]` each, a new float64 `[n]`: the one with the lowest leaves first, and of equal ones
-        the first. Something of `layer` comes in, in this step."""
+        the first. Something of `layer` comes in, in this step. But for `LRU`, whose worth is an order alone, it is at
+        least 0, and twice as much is worth twice as much: uses, or uses a step."""
 
 
-def leaving(policy: Policy, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
-    """In which order some records leave: their indices, int64 `[n]`. Arguments as of `Policy.worth`."""
-    return np.argsort(policy.worth(step, layer, layers, experts), kind="stable")
+def lowest(worth: np.ndarray, count: int) -> np.ndarray:
+    """The indices of the so many lowest of float `[n]`, or of all, the lowest first and of equal ones the first."""
+    if count >= len(worth):
+        return worth.argsort(kind="stable")
+    if count == 1:
+        return np.array([worth.argmin()])
+    (candidates,) = (worth <= np.partition(worth, count - 1)[count - 1]).nonzero()
+    return candidates[worth[candidates].argsort(kind="stable")][:count]
+
+
+def admit(arriving: np.ndarray, held: np.ndarray, margin: float) -> tuple[np.ndarray, np.ndarray]:
+    """Which records get whose slots, where those that get none can as well be computed elsewhere.
+
+    All are weighed at once: the one that is worth most against the one that is worth least, the next against the next,
+    and it gets that slot if it is worth more than `margin` times as much.
+
+    Args:
+      arriving: float `[n]`, what records without a slot are worth.
+      held: float `[m]`, what those are worth that have one; negative for an empty slot, and infinite where nobody may
+        leave.
+      margin: of 1, whatever is worth more comes in; of more, fewer are moved for nearly the same hits.
+
+    Returns:
+      Indices into `arriving` and, side by side, into `held`: int `[a]` each.
+    """
+    best, least = lowest(-arriving, len(held)), lowest(held, len(arriving))
+    count = min(len(best), len(least))
+    best, least = best[:count], least[:count]
+    comes = arriving[best] > margin * held[least]
+    return best[comes], least[comes]
 
 
 class LRU:
@@ -40,20 +68,20 @@ class LRU:
     """
 
     def __init__(self, layers: int, experts: int):
-        self._last = np.full((layers, experts), -1, np.int64)
+        self._last = np.zeros((layers, experts), np.int64)
 
     def seed(self, rates: np.ndarray) -> None:
-        """As if all were used long ago, the most used ones last."""
+        """As if all were used before the first step, the most used ones last."""
         order = np.argsort(rates, axis=None, kind="stable")
-        self._last.reshape(-1)[order] = np.arange(-rates.size - 1, -1)
+        self._last.reshape(-1)[order] = np.arange(rates.size)
 
     def use(self, step: int, layer: int, experts: np.ndarray) -> None:
         """Remembers when."""
         layers, count = self._last.shape
-        self._last[layer, experts] = (step * layers + layer) * count + experts
+        self._last[layer][experts] = ((step + 1) * layers + layer) * count + experts
 
     def worth(self, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
-        """The time of the last use."""
+        """The time of the last use, which says who is newer, and not how much more that is worth."""
         return self._last[layers, experts].astype(np.float64)
 
 
@@ -70,8 +98,8 @@ class LFU:
 
     def use(self, step: int, layer: int, experts: np.ndarray) -> None:
         """Counts a use."""
-        self._count[layer, experts] += 1
-        self._last[layer, experts] = step
+        self._count[layer][experts] += 1
+        self._last[layer][experts] = step
 
     def worth(self, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
         """The count, and less than 1 for how new the last use is."""
@@ -87,6 +115,7 @@ class Decayed:
     """
 
     def __init__(self, layers: int, experts: int):
+        self._way = _way(layers)
         self._count = np.zeros((layers, experts))
         self._at = np.zeros((layers, experts), np.int64)
         self._steps = 0
@@ -101,12 +130,12 @@ class Decayed:
         if step != self._now:
             self._now = step
             self._steps += 1
-        self._count[layer, experts] = self._decayed(step, layer, experts) + 1.0
-        self._at[layer, experts] = step
+        self._count[layer][experts] = self._decayed(step, layer, experts) + 1.0
+        self._at[layer][experts] = step
 
     def worth(self, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
-        """The count as it is now."""
-        return self._decayed(step, layers, experts) - _TIE * _way(layer, layers, len(self._count))
+        """The count as it is now, and next to nothing for how soon its layer comes round."""
+        return self._decayed(step, layers, experts) + _TIE * (1 - self._way[layer][layers])
 
     def _decayed(self, step: int, layers: np.ndarray | int, experts: np.ndarray) -> np.ndarray:
         factor = min(_SLOWEST, 1.0 - 1.0 / (self._steps + 1))
@@ -121,7 +150,7 @@ class Expected:
     hundredth with every step, and 0.1, 0.4 and 0.5 of them are added, for what the last words, the text and the model
     say; and 0.02, so that what was not used for long is not beyond all others. So
 
-        worth = -(way + 1 / (0.02 + sum of shares of rates))
+        worth = 1 / (way + 1 / (0.02 + sum of shares of rates))
 
     Of records with equal rates that leaves whose layer comes round last, as below one step's worth of slots it must.
     Within a step the uses of an event count at once, and those of other records when the next step begins. A mean is
@@ -133,37 +162,41 @@ class Expected:
     """
 
     def __init__(self, layers: int, experts: int):
+        self._way = _way(layers)
         self._mean = np.zeros((len(_KEEP), layers, experts))
         # What a record would have that was used in every step so far: less than 1 at first.
         self._full = np.zeros((len(_KEEP), 1, 1))
         self._used = np.zeros((layers, experts), bool)
-        self._rate = np.full((layers, experts), _RARE)
+        # Visits of its layer until a record is used, and what that is once this step uses it.
+        self._visits = np.full((layers, experts), 1 / _RARE)
+        self._visits_if_used = self._visits
         self._step: int | None = None
 
     def seed(self, rates: np.ndarray) -> None:
         """As if it had been so for long."""
         self._mean[...] = rates
         self._full[...] = 1.0
-        self._rate = _mixed(self._mean, self._full)
+        self._visits = _visits(self._mean, self._full)
 
     def use(self, step: int, layer: int, experts: np.ndarray) -> None:
         """Raises their rates."""
         if step != self._step:
             self._begin(step)
-        self._used[layer, experts] = True
-        mean = self._mean[:, layer, experts] * _KEEP[:, 0] + (1 - _KEEP[:, 0])
-        self._rate[layer, experts] = _mixed(mean, self._full[:, 0] * _KEEP[:, 0] + (1 - _KEEP[:, 0]))
+        # Indexing a row is several times quicker than naming row and column.
+        self._used[layer][experts] = True
+        self._visits[layer][experts] = self._visits_if_used[layer][experts]
 
     def worth(self, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
-        """Steps until the next use, negative."""
-        return -(_way(layer, layers, len(self._rate)) + 1 / self._rate[layers, experts])
+        """1 / steps until the next use."""
+        return np.asarray(1 / (self._way[layer][layers] + self._visits[layers, experts]))
 
     def _begin(self, step: int) -> None:
         if self._step is not None:
             self._mean *= _KEEP
             self._mean += (1 - _KEEP) * self._used
             self._full = self._full * _KEEP + (1 - _KEEP)
-            self._rate = _mixed(self._mean, self._full)
+            self._visits = _visits(self._mean, self._full)
+        self._visits_if_used = _visits(self._mean * _KEEP + (1 - _KEEP), self._full * _KEEP + (1 - _KEEP))
         self._used[...] = False
         self._step = step
 
@@ -187,12 +220,13 @@ _SHARES = np.array([0.1, 0.4, 0.5])
 _RARE = 0.02
 
 
-def _mixed(mean: np.ndarray, full: np.ndarray) -> np.ndarray:
-    """The rate of records, `[...]`, of means `[3, ...]`."""
-    rate: np.ndarray = np.tensordot(_SHARES, mean / full, 1) + _RARE
-    return rate
+def _visits(mean: np.ndarray, full: np.ndarray) -> np.ndarray:
+    """1 / rate of records, `[layers, experts]`, of means `[3, layers, experts]`."""
+    weights = _SHARES / full.reshape(-1)
+    return np.asarray(1 / (_RARE + (weights @ mean.reshape(len(mean), -1)).reshape(mean.shape[1:])))
 
 
-def _way(layer: int, layers: np.ndarray, count: int) -> np.ndarray:
-    """The part of a step until these layers, of so many, come round after this one, which is last."""
-    return ((layers - layer - 1) % count) / count
+def _way(count: int) -> np.ndarray:
+    """From each layer, the part of a step until each other comes round, and itself last: float `[count, count]`."""
+    layers = np.arange(count)
+    return np.asarray((layers - layers[:, None] - 1) % count / count)

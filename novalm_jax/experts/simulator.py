@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm import tqdm
 
-from novalm_jax.experts.policy import Policy, leaving
+from novalm_jax.experts.policy import Policy, admit, lowest
 from novalm_jax.experts.records import Record
 from novalm_jax.experts.slots import NOWHERE, SlotTable
 from novalm_jax.experts.traces import Trace
@@ -30,12 +30,14 @@ class Replay:
       slots: that there were.
       needed: int `[layers]`, experts that events of each layer needed.
       missed: int `[layers]`, those that had no slot.
+      uploads: records that came to the device: all that were missed, or those that were admitted.
       evictions: records that left.
     """
 
     slots: int
     needed: np.ndarray
     missed: np.ndarray
+    uploads: int
     evictions: int
 
     @property
@@ -44,55 +46,87 @@ class Replay:
         return 1 - int(self.missed.sum()) / int(self.needed.sum())
 
 
+class Cache:
+    """Slots and the policy that keeps them, to run steps through one by one.
+
+    Without a margin every miss is uploaded and gets a slot, where the event leaves one. With one, misses are computed
+    elsewhere, and `admit` says which of them come in all the same.
+    """
+
+    def __init__(self, policy: Policy, tables: Sequence[SlotTable], margin: float | None = None):
+        """`policy` is of as many layers as the tables have, of which there is one for all layers, or one for each."""
+        self._policy = policy
+        self._tables = tables
+        self._margin = margin
+        layers, _ = tables[0].table.shape
+        self._needed, self._missed = np.zeros((2, layers), np.int64)
+        self._uploads = self._evictions = 0
+
+    def step(self, step: int, needed: Sequence[np.ndarray]) -> None:
+        """All layers use what they need, int `[n]` without repetition each, in this step."""
+        for layer, experts in enumerate(needed):
+            self._policy.use(step, layer, experts)
+            table = self._tables[layer % len(self._tables)]
+            slots = table.table[layer][experts]
+            absent = slots == NOWHERE
+            missing = experts[absent]
+            self._needed[layer] += len(experts)
+            if len(missing):
+                self._missed[layer] += len(missing)
+                self._bring(table, step, layer, missing, slots[~absent])
+
+    def counted(self) -> Replay:
+        """What was counted so far."""
+        slots = sum(map(len, self._tables))
+        return Replay(slots, self._needed.copy(), self._missed.copy(), self._uploads, self._evictions)
+
+    def _bring(self, table: SlotTable, step: int, layer: int, missing: np.ndarray, busy: np.ndarray) -> None:
+        """Brings what is missing into slots that are not busy. Where there are too few, the last ones have no slot in
+        the end, nor do they push others out."""
+        layers, held = table.contents()
+        worth = self._policy.worth(step, layer, layers, held)
+        worth[layers == NOWHERE] = -1
+        worth[busy] = np.inf
+        if self._margin is None:
+            self._uploads += len(missing)
+            places = lowest(worth, min(len(missing), len(table) - len(busy)))
+        else:
+            arriving = self._policy.worth(step, layer, np.full(len(missing), layer), missing)
+            chosen, places = admit(arriving, worth, self._margin)
+            missing = missing[chosen]
+            self._uploads += len(missing)
+        for expert, slot in zip(missing.tolist(), places.tolist(), strict=False):
+            if layers[slot] != NOWHERE:
+                table.clear(slot)
+                self._evictions += 1
+            table.put(Record(layer, expert), slot)
+
+
 def events_of(trace: Trace, batch: int | None) -> Events:
     """What is needed when steps are as recorded (None), or with so many sequences side by side."""
-    return [[_needed(layer) for layer in trace.experts[rows].swapaxes(0, 1)] for rows in trace.together(batch)]
+    layers, most = trace.experts.shape[1], trace.num_experts
+    together = list(trace.together(batch))
+    steps = np.repeat(np.arange(len(together)), [len(rows) for rows in together])
+    chosen = trace.experts[np.concatenate(together)]
+    keys = (steps[:, None, None] * layers + np.arange(layers)[:, None]) * most + chosen
+    different = np.unique(keys[chosen != NONE])
+    borders = np.searchsorted(different, np.arange(1, len(together) * layers) * most)
+    found = np.split(different % most, borders)
+    return [found[start : start + layers] for start in range(0, len(found), layers)]
 
 
-def replay(events: Events, policy: Policy, tables: Sequence[SlotTable], progress: str | None = None) -> Replay:
-    """Runs all events through empty tables.
-
-    Args:
-      events: of as many layers as the tables have.
-      policy: new, and of that size.
-      tables: one for all layers, or one for each.
-      progress: what a bar is called, None for no bar.
-    """
-    layers, _ = tables[0].table.shape
-    needed, missed = np.zeros((2, layers), np.int64)
-    evictions = 0
-    for step, event in enumerate(tqdm(events, desc=progress, disable=progress is None or None, leave=False)):
-        for layer, experts in enumerate(event):
-            policy.use(step, layer, experts)
-            table = tables[layer % len(tables)]
-            missing = experts[table.table[layer, experts] == NOWHERE]
-            needed[layer] += len(experts)
-            missed[layer] += len(missing)
-            if len(missing):
-                evictions += _bring(table, policy, step, layer, experts, missing)
-    return Replay(sum(map(len, tables)), needed, missed, evictions)
-
-
-def lru_hit_rates(events: Events, layers: int, experts: int) -> np.ndarray:
-    """The hit rate of `LRU` in one pool for every number of slots at once, `[layers * experts + 1]`, the first for 0.
-
-    With so few slots that an event needs more, the engine goes in waves, and this is a little too high.
-
-    Source: stack distances, Mattson et al., Evaluation techniques for storage hierarchies, 1970.
-    """
-    last = np.full((layers, experts), -1, np.int64)
-    found = np.zeros(layers * experts + 1, np.int64)
-    needed = 0
-    for step, event in enumerate(events):
-        for layer, chosen in enumerate(event):
-            before = last[layer, chosen]
-            known = before[before >= 0]
-            # Records that were used later than this one have a slot before it does.
-            distances = (last.reshape(-1)[None, :] >= known[:, None]).sum(axis=1)
-            np.add.at(found, distances, 1)
-            needed += len(chosen)
-            last[layer, chosen] = (step * layers + layer) * experts + chosen
-    return np.cumsum(found) / needed
+def replay(
+    events: Events,
+    policy: Policy,
+    tables: Sequence[SlotTable],
+    progress: str | None = None,
+    margin: float | None = None,
+) -> Replay:
+    """Runs all events through a `Cache`, with a bar of some name; None for no bar."""
+    cache = Cache(policy, tables, margin)
+    for step, needed in enumerate(tqdm(events, desc=progress, disable=progress is None or None, leave=False)):
+        cache.step(step, needed)
+    return cache.counted()
 
 
 class Belady:
@@ -104,50 +138,26 @@ class Belady:
 
     def __init__(self, layers: int, experts: int, events: Events):
         """`events` are what will be used, from step 0 on."""
-        self._next = np.full((layers, experts), np.inf)
+        later = np.full((layers, experts), np.inf)
         self._coming: list[list[np.ndarray]] = []
-        later = self._next.copy()
         for step in reversed(range(len(events))):
             row = []
             for layer in reversed(range(layers)):
                 used = events[step][layer]
-                row.append(later[layer, used])
-                later[layer, used] = step * layers + layer
+                row.append(later[layer][used])
+                later[layer][used] = step * layers + layer
             self._coming.append(row[::-1])
         self._coming.reverse()
+        self._next = later
 
     def seed(self, rates: np.ndarray) -> None:
         """Nothing: it knows better."""
 
     def use(self, step: int, layer: int, experts: np.ndarray) -> None:
         """Looks up when they are used again."""
-        self._next[layer, experts] = self._coming[step][layer]
+        self._next[layer][experts] = self._coming[step][layer]
 
     def worth(self, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
-        """Events until the next use, negative."""
-        return -self._next[layers, experts]
-
-
-def _needed(experts: np.ndarray) -> np.ndarray:
-    """The different ones of int `[rows, k]`."""
-    different = np.unique(experts)
-    return different[different != NONE].astype(np.int64)
-
-
-def _bring(table: SlotTable, policy: Policy, step: int, layer: int, experts: np.ndarray, missing: np.ndarray) -> int:
-    """Brings what is missing into slots, and gives the number of records that leave for it. Where there are fewer slots
-    than an event needs, the last ones have no slot in the end, nor do they push others out."""
-    for expert in missing:
-        slot = table.empty_slot()
-        if slot is None:
-            break
-        table.put(Record(layer, int(expert)), slot)
-    left = missing[table.table[layer, missing] == NOWHERE]
-    if not len(left):
-        return 0
-    slots, layers, held = table.listed(but=table.table[layer, experts[table.table[layer, experts] != NOWHERE]])
-    given_up = slots[leaving(policy, step, layer, layers, held)[: len(left)]]
-    for slot, expert in zip(given_up, left, strict=False):
-        table.clear(int(slot))
-        table.put(Record(layer, int(expert)), int(slot))
-    return len(given_up)
+        """1 / steps until the next use, 0 where there is none."""
+        count = len(self._next)
+        return np.asarray(count / (self._next[layers, experts] - (step * count + layer)))

@@ -40,6 +40,10 @@ class SlotTable:
         """The first slot that holds nothing and is none of `but`; None where there is none."""
         return next((int(slot) for slot in np.flatnonzero(self._layers == NOWHERE) if slot not in but), None)
 
+    def contents(self) -> tuple[np.ndarray, np.ndarray]:
+        """The layer and expert in each slot, `NOWHERE` where it holds nothing: int64 `[slots]` each, not to be kept."""
+        return self._layers, self._experts
+
     def listed(self, but: Collection[int] = ()) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The slots that hold a record and are none of `but`, and the layer and expert in each: int64 `[n]` each."""
         open_ = self._layers != NOWHERE

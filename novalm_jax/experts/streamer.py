@@ -15,7 +15,7 @@ import numpy as np
 
 from novalm_jax.experts.fetcher import Fetch, Fetcher
 from novalm_jax.experts.governor import Governor
-from novalm_jax.experts.policy import Policy, leaving
+from novalm_jax.experts.policy import Policy, lowest
 from novalm_jax.experts.pools import DevicePool
 from novalm_jax.experts.records import Record, record_span
 from novalm_jax.experts.slots import NOWHERE, SlotTable
@@ -241,7 +241,8 @@ class Streamer:
         slot = next((slot for slot in self._order if slot not in but), None)
         if slot is None:
             slots, layers, experts = self._table.listed()
-            self._order = slots[leaving(self._policy, self._step, layer, layers, experts)].tolist()
+            worth = self._policy.worth(self._step, layer, layers, experts)
+            self._order = slots[lowest(worth, len(worth))].tolist()
             slot = next((slot for slot in self._order if slot not in but), None)
         return slot
 

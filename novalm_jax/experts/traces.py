@@ -11,7 +11,7 @@ import io
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,16 @@ class Trace:
             "num_experts": int(experts.max()) + 1,
         }
         return Trace(name, experts, **{**parts, **more})
+
+    def of(self, rows: slice | np.ndarray) -> Trace:
+        """Some of its rows, in their order."""
+        return replace(
+            self,
+            experts=self.experts[rows],
+            sequence=self.sequence[rows],
+            step=self.step[rows],
+            weights=None if self.weights is None else self.weights[rows],
+        )
 
     def sequences(self) -> list[np.ndarray]:
         """The rows of each sequence, int `[n]`."""

@@ -7,7 +7,7 @@ Plain data with the checks that need nothing but the values themselves. Knows no
 from novalm_jax.options.checks import Dtype, PolicyName, check_dtype
 from novalm_jax.options.engine import EngineOptions
 from novalm_jax.options.files import ConvertOptions
-from novalm_jax.options.measuring import BenchOptions, SweepOptions
+from novalm_jax.options.measuring import BenchOptions, PolicyBenchOptions, SweepOptions
 from novalm_jax.options.models import MakeModelOptions, ModelShape, TrainOptions
 from novalm_jax.options.routing import MakeTraceOptions, RoutingOptions, SimulateOptions
 from novalm_jax.options.sampling import MAX_LOGPROBS, SamplingParams
@@ -21,6 +21,7 @@ __all__ = [
     "MakeModelOptions",
     "MakeTraceOptions",
     "ModelShape",
+    "PolicyBenchOptions",
     "PolicyName",
     "RoutingOptions",
     "SamplingParams",

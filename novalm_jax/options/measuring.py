@@ -93,3 +93,28 @@ class SweepOptions(Checked):
             bounds = "above 0" if most == math.inf else f"above 0 and at most {most:g}"
             raise OptionError(f"{name}: expected numbers {bounds} with commas between them, got {shown(given)}.")
         return numbers
+
+
+@dataclass(frozen=True)
+class PolicyBenchOptions(Checked):
+    """How long policies are watched.
+
+    Raises:
+      OptionError: a value outside its range; the message names the option.
+    """
+
+    warm_up: int = 200
+    """Steps before those that are measured."""
+    steps: int = 100
+    """Steps of each round."""
+    rounds: int = 5
+    """Rounds, each of other steps, the policies in turns; medians count."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("warm_up", 0), ("steps", 1), ("rounds", 1)):
+            self._whole(name, least, 2**31 - 1)
+
+    @property
+    def all_steps(self) -> int:
+        """Steps that are run in all."""
+        return self.warm_up + self.rounds * self.steps

@@ -51,8 +51,19 @@ class SimulateOptions(Checked):
     """Which expert leaves when a slot is needed: default, decayed, lfu, lru, or belady, which knows the future."""
     batch: int | None = None
     """Sequences side by side; where one ends the next begins. None: as recorded."""
-    pool: Literal["global", "layer"] = "global"
-    """One pool for all layers, or the same number of slots in each."""
+    pool: Literal["global", "layer", "fitted"] = "global"
+    """One pool for all layers, the same number of slots in each, or in each as many as fit_trace says."""
+    fit_trace: str | None = None
+    """File of recorded routing (.npz or .csv) that fitted pools are fitted to. None: the trace that is replayed, which
+    flatters them."""
+    first_tokens: int | None = None
+    """Tokens that are replayed, from the start of the trace; None: all."""
+    admission: float | None = None
+    """What is missed is computed elsewhere, and gets a slot only if it is worth more than so many times what would
+    leave for it (1.0). None: everything is uploaded and gets one."""
+    expert_profile: str | None = None
+    """File of --profile-out, or recorded routing: the most used experts have slots at the start. None: slots are
+    empty."""
     record_bytes: str | int | None = None
     """Bytes of an expert (9MB), where the recording does not say."""
     link: str | int | None = None
@@ -64,10 +75,19 @@ class SimulateOptions(Checked):
         one_of(self, "pool")
         if self.batch is not None:
             self._whole("batch", 1, 2**31 - 1)
+        self._whole("first_tokens", 1, 2**31 - 1)
         self._real("compute_ms", 0.0, 1e9)
+        self._real("admission", 1e-9, 1e9)
         known = (*get_args(PolicyName), "belady")
         if strange := [name for name in self.policies if name not in known]:
             raise OptionError(f"policy: {shown(strange[0])} is not one of {', '.join(known)}.")
+        if self.admission is not None and "lru" in self.policies:
+            raise OptionError(
+                "admission: lru only knows what is newer, not what is worth more. Leave it out of policy "
+                "(default,belady)."
+            )
+        if self.fit_trace is not None and self.pool != "fitted":
+            raise OptionError("fit_trace: only fitted pools are fitted; leave it out, or give pool fitted.")
         self.slots_of(100)
         if self.compute_ms and self.link is None:
             raise OptionError("compute_ms: without a link there is nothing to add it to; add link (25GB/s).")

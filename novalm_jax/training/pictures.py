@@ -5,24 +5,14 @@ Needs matplotlib, which the `notebook` extra brings.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from novalm_jax.errors import OptionError
 from novalm_jax.training.run_folder import read_metrics
 from novalm_jax.training.summary import of_kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-def require_matplotlib() -> None:
-    """Raises OptionError where matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        raise OptionError(
-            'pictures: matplotlib draws them, and is not installed. `pip install "novalm-jax[notebook]"`.'
-        )
 
 
 def save_pictures(output: Path) -> None:

@@ -1,4 +1,4 @@
-"""Expert records of a few numbers, and a disk that does what a test says."""
+"""Expert records of a few numbers, a disk that does what a test says, and a small trace."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from novalm_jax.errors import CheckpointError
 from novalm_jax.experts.records import Record
+from novalm_jax.experts.traces import Trace
 from novalm_jax.kernels.experts import Weights
 
 LAYOUT = Weights(
@@ -16,6 +17,16 @@ LAYOUT = Weights(
     up=jax.ShapeDtypeStruct((4, 6), np.dtype(np.uint16)),
     down=jax.ShapeDtypeStruct((6, 4), np.dtype(np.uint16)),
 )
+
+LAYERS, EXPERTS, CHOSEN = 4, 12, 2
+
+
+def skewed(tokens: int = 150, seed: int = 0) -> Trace:
+    """Popular experts, others in each layer, in sequences of 50 that like others again."""
+    draw = np.random.default_rng(seed)
+    popularity = draw.gumbel(size=(tokens // 50, LAYERS, EXPERTS)).repeat(50, axis=0)
+    experts = np.argsort(-(popularity + draw.gumbel(size=(tokens, LAYERS, EXPERTS))), axis=-1)[..., :CHOSEN]
+    return Trace.of_rows("skewed", experts, np.full(tokens // 50, 50))
 
 
 class Disk:

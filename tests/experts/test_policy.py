@@ -5,7 +5,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from novalm_jax.experts.policy import LFU, LRU, POLICIES, Decayed, Expected, Policy
+from novalm_jax.experts.policy import LFU, LRU, POLICIES, Decayed, Expected, Policy, admit, lowest
 from novalm_jax.options import PolicyName
 
 
@@ -65,14 +65,14 @@ def test_the_default_weighs_three_rates_by_hand() -> None:
     policy = use(Expected(2, 2), (0, 0, [0]), (0, 1, [1]), (1, 0, [0]), (1, 1, [0]))
     # Of layer 0: steps 0 and 1 used expert 0. The second use counts at once, and is part of what there could be.
     (worth,) = policy.worth(1, 1, np.array([0]), np.array([0]))
-    assert worth == pytest.approx(-(0 + 1 / (0.02 + 1)))
+    assert worth == pytest.approx(1 / (0 + 1 / (0.02 + 1)))
     # Layer 1 comes round last after itself. Its expert 1 was used in step 0, which is all there is until step 2 begins.
     (worth,) = policy.worth(1, 1, np.array([1]), np.array([1]))
-    assert worth == pytest.approx(-(0.5 + 1 / (0.02 + 1)))
+    assert worth == pytest.approx(1 / (0.5 + 1 / (0.02 + 1)))
     use(policy, (2, 0, [1]))
     rates = [(1 - keep) * keep / (1 - keep**2) for keep in (0.5, 0.9, 0.99)]
     (worth,) = policy.worth(2, 0, np.array([1]), np.array([1]))
-    assert worth == pytest.approx(-(0 + 1 / (0.02 + np.dot([0.1, 0.4, 0.5], rates))))
+    assert worth == pytest.approx(1 / (0 + 1 / (0.02 + np.dot([0.1, 0.4, 0.5], rates))))
 
 
 def test_the_default_keeps_what_is_used_often_and_of_equals_what_comes_next() -> None:
@@ -83,3 +83,40 @@ def test_the_default_keeps_what_is_used_often_and_of_equals_what_comes_next() ->
     assert victim(policy, 1, 2, records) == (2, 0)
     assert victim(policy, 1, 3, records) == (3, 0)
     assert victim(policy, 1, 0, records[1:]) == (3, 0)
+
+
+def test_the_lowest_are_in_order_and_of_equals_the_first() -> None:
+    assert lowest(np.array([3.0, 1.0, 2.0, 1.0, 0.5, 1.0]), 3).tolist() == [4, 1, 3]
+    assert lowest(np.array([2.0, 1.0, 1.0]), 1).tolist() == [1]
+    assert lowest(np.array([2.0, 1.0, 1.0]), 5).tolist() == [1, 2, 0]
+    draw = np.random.default_rng(0)
+    for count in range(1, 40):
+        worth = draw.integers(0, 9, 30).astype(float)
+        assert lowest(worth, count).tolist() == np.argsort(worth, kind="stable")[:count].tolist()
+
+
+@pytest.mark.parametrize(
+    ("margin", "pairs"),
+    [(1.0, [(2, 3), (0, 0)]), (1.5, [(2, 3), (0, 0)]), (2.0, [(2, 3)]), (5.0, []), (0.1, [(2, 3), (0, 0), (1, 1)])],
+)
+def test_those_worth_most_come_in_for_those_worth_least(margin: float, pairs: list[tuple[int, int]]) -> None:
+    # 5 against 1, 4 against 2, 2 against 3; what may not leave is worth infinitely much.
+    arriving, held = np.array([4.0, 2.0, 5.0]), np.array([2.0, 3.0, np.inf, 1.0, 6.0])
+    assert [*zip(*(part.tolist() for part in admit(arriving, held, margin)), strict=True)] == pairs
+
+
+def test_an_empty_slot_is_given_to_anything_and_to_the_best_first() -> None:
+    chosen, places = admit(np.array([0.0, 1.0]), np.array([2.0, -1.0, 3.0]), 1.0)
+    assert (chosen.tolist(), places.tolist()) == ([1], [1])
+    assert [part.tolist() for part in admit(np.array([1.0, 2.0]), np.array([0.5]), 1.0)] == [[1], [0]]
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "lru"])
+def test_worth_can_be_compared_by_ratio(name: str) -> None:
+    """At least 0, also of what was never used, and more for more uses."""
+    policy = POLICIES[name](3, 4)
+    for step in range(40):
+        for layer in range(3):
+            policy.use(step, layer, np.array([0, 1] if step % 4 else [0, 2]))
+    worth = policy.worth(39, 1, np.full(4, 2), np.arange(4))
+    assert worth[3] >= 0 and 2 < worth[0] / worth[2] < 8, worth

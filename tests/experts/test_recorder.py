@@ -12,7 +12,7 @@ from novalm_jax.checkpoint.load import read_config
 from novalm_jax.config import ModelConfig
 from novalm_jax.errors import OptionError
 from novalm_jax.experts import recorder as recorder_module
-from novalm_jax.experts.policy import POLICIES, leaving
+from novalm_jax.experts.policy import POLICIES, lowest
 from novalm_jax.experts.profile import ExpertProfile, read_profile, write_profile
 from novalm_jax.experts.recorder import Recorder
 from novalm_jax.experts.records import Record
@@ -131,8 +131,8 @@ def test_a_policy_that_begins_with_a_profile_keeps_what_was_used_most(name: str)
     policy = POLICIES[name](2, 4)
     policy.seed(np.array([[0.5, 0.1, 0.4, 0.2], [0.3, 0.0, 0.7, 0.6]]))
     layers, experts = np.zeros(4, np.int64), np.arange(4)
-    assert leaving(policy, 0, 1, layers, experts).tolist() == [1, 3, 2, 0]
-    # What is used is worth more than it was.
     before = policy.worth(0, 1, layers, experts)
+    assert lowest(before, 4).tolist() == [1, 3, 2, 0]
+    # What is used is worth more than it was.
     policy.use(0, 0, np.array([1]))
     assert (policy.worth(0, 1, layers, experts) > before).tolist() == [False, True, False, False]

@@ -10,24 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experts_helpers import CHOSEN, EXPERTS, LAYERS, skewed
 from novalm_jax import simulate as command
 from novalm_jax.errors import OptionError
 from novalm_jax.experts.policy import LRU, POLICIES
+from novalm_jax.experts.profile import ExpertProfile, write_profile
 from novalm_jax.experts.simulation import simulate
-from novalm_jax.experts.simulator import Belady, Events, events_of, lru_hit_rates, replay
+from novalm_jax.experts.simulator import Belady, Events, Replay, events_of, replay
 from novalm_jax.experts.slots import SlotTable
 from novalm_jax.experts.traces import NONE, Trace, read_trace, write_trace
 from novalm_jax.options import SimulateOptions
-
-LAYERS, EXPERTS, CHOSEN = 4, 12, 2
-
-
-def skewed(tokens: int = 150, seed: int = 0) -> Trace:
-    """Popular experts, others in each layer, in sequences of 50 that like others again."""
-    draw = np.random.default_rng(seed)
-    popularity = draw.gumbel(size=(tokens // 50, LAYERS, EXPERTS)).repeat(50, axis=0)
-    experts = np.argsort(-(popularity + draw.gumbel(size=(tokens, LAYERS, EXPERTS))), axis=-1)[..., :CHOSEN]
-    return Trace.of_rows("skewed", experts, np.full(tokens // 50, 50))
 
 
 def hits(policy: str, trace: Trace, slots: int, batch: int | None = None) -> float:
@@ -60,17 +52,6 @@ def test_a_pool_for_each_layer_keeps_layers_apart() -> None:
     assert apart.missed.tolist() == [1, 4] and apart.slots == 2
     assert together.missed.tolist() == [1, 4]
     assert replay(events, LRU(2, 4), [SlotTable(2, 4, 1)]).missed.tolist() == [4, 4]
-
-
-def test_stack_distances_give_the_hits_of_every_number_of_slots() -> None:
-    for batch in (1, 3):
-        events = events_of(skewed(), batch)
-        rates = lru_hit_rates(events, LAYERS, EXPERTS)
-        most = max(len(layer) for step in events for layer in step)
-        assert len(rates) == LAYERS * EXPERTS + 1
-        for slots in range(most, LAYERS * EXPERTS + 1):
-            found = replay(events, LRU(LAYERS, EXPERTS), [SlotTable(LAYERS, EXPERTS, slots)])
-            assert rates[slots] == pytest.approx(found.hit_rate), slots
 
 
 def fewest_misses(events: Events, slots: int) -> int:
@@ -119,6 +100,115 @@ def test_below_one_step_of_slots_there_is_no_cliff() -> None:
     assert found["lru"] < 0.02 and found["default"] > 0.15, found
 
 
+def test_without_admission_every_miss_is_an_upload() -> None:
+    found = replay(by_layer([[0, 1]], [[2]], [[0]]), LRU(1, 3), [SlotTable(1, 3, 2)])
+    assert (found.uploads, found.missed.tolist(), found.evictions) == (4, [4], 2)
+
+
+class Fixed:
+    """Every record is worth the same at all times."""
+
+    def __init__(self, *worth: float):
+        self._worth = np.array([worth], np.float64)
+
+    def seed(self, rates: np.ndarray) -> None:
+        raise AssertionError
+
+    def use(self, step: int, layer: int, experts: np.ndarray) -> None: ...
+
+    def worth(self, step: int, layer: int, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
+        return self._worth[layers, experts]
+
+
+def held_after(events: Events, margin: float, *worth: float) -> tuple[list[int], Replay]:
+    table = SlotTable(1, len(worth), 2)
+    found = replay(events, Fixed(*worth), [table], margin=margin)
+    return np.flatnonzero(table.table[0] >= 0).tolist(), found
+
+
+def test_what_is_missed_comes_in_if_it_is_worth_more() -> None:
+    events = by_layer([[0, 1]], [[2]], [[3]])
+    # Empty slots are for anything. 2 is worth twice what 1 is, and 3 less than any.
+    held, found = held_after(events, 1.0, 4, 2, 4, 1)
+    assert held == [0, 2] and (found.uploads, found.evictions, found.missed.tolist()) == (3, 1, [4])
+    held, found = held_after(events, 2.0, 4, 2, 4, 1)
+    assert held == [0, 1] and (found.uploads, found.evictions, found.missed.tolist()) == (2, 0, [4])
+
+
+def test_all_of_an_event_is_weighed_at_once() -> None:
+    """The best newcomer stands against the least resident. One by one, 2 would come in for 0 and leave for 3."""
+    held, found = held_after(by_layer([[0, 1]], [[2, 3]]), 1.0, 1, 5, 2, 4)
+    assert held == [1, 3] and found.uploads == 3
+
+
+def test_nothing_comes_in_for_what_the_event_needs() -> None:
+    held, found = held_after(by_layer([[0, 1]], [[0, 1, 2]]), 1.0, 1, 1, 9)
+    assert held == [0, 1] and found.uploads == 2 and found.missed.tolist() == [3]
+
+
+def test_admission_uploads_less_for_nearly_the_same_hits(tmp_path: Path, capsys: Any) -> None:
+    write_trace(skewed(600), tmp_path / "trace.npz")
+    run = [str(tmp_path / "trace.npz"), "--slots", "25%", "--policy", "default,belady", "--record-bytes", "1MB"]
+    cells = []
+    for more in ([], ["--admission", "1"], ["--admission", "2"]):
+        assert command.main([*run, *more, "--json"]) == 0
+        cells.append(json.loads(capsys.readouterr().out)["cells"])
+    always, once, twice = ([cell["uploads"] for cell in part] for part in cells)
+    assert always == [cell["misses"] for cell in cells[0]]
+    assert once[0] < always[0] / 2 and twice[0] < once[0]
+    assert cells[1][0]["hit_rate"] > cells[0][0]["hit_rate"] - 0.02
+    assert cells[1][0]["bytes"] == pytest.approx(1e6 * once[0])
+    # Of what the future does not need soon nothing is uploaded, and as much is hit.
+    assert once[1] < always[1] and cells[1][1]["hit_rate"] >= cells[0][1]["hit_rate"]
+    assert command.main([*run, "--admission", "1"]) == 0
+    table = capsys.readouterr().out
+    assert "misses   admitted if worth more than 1 times what leaves" in table and "  uploads  " in table
+
+
+def test_a_profile_warms_the_start(tmp_path: Path) -> None:
+    write_profile(ExpertProfile.of_trace(skewed()), tmp_path / "profile.npz")
+    found = {}
+    for pool in ("global", "layer"):
+        for profile in (None, str(tmp_path / "profile.npz")):
+            options = SimulateOptions("50%", "default,lfu", pool=pool, first_tokens=10, expert_profile=profile)
+            found[pool, profile] = simulate(skewed(), options)
+            assert found[pool, profile].tokens == 10
+        cold, warm = found[pool, None].cells, found[pool, profile].cells
+        assert all(b.hit_rate > a.hit_rate + 0.1 for a, b in zip(cold, warm, strict=True))
+    assert "\nstart    with the most used experts of profile.npz\n" in str(found["layer", profile])
+
+
+def test_the_most_used_records_have_the_slots_at_the_start(tmp_path: Path) -> None:
+    write_profile(ExpertProfile("made", np.array([[0.1, 0.9, 0.8], [0.3, 0.2, 0.0]]), 10), tmp_path / "profile.npz")
+    trace = Trace.of_rows("one", np.array([[[1], [0]], [[1], [0]]]), num_experts=3)
+    for slots, pool, hit_rate in (("2", "layer", 1), ("3", "global", 1), ("2", "global", 0.75)):
+        options = SimulateOptions(slots, "lru", pool=pool, expert_profile=str(tmp_path / "profile.npz"))
+        assert simulate(trace, options).cells[0].hit_rate == hit_rate
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "belady"])
+def test_what_a_profile_brought_leaves_in_the_order_of_its_uses(policy: str, tmp_path: Path) -> None:
+    """0 and 1 have the slots; for 2 leaves 1, which nobody needs."""
+    write_profile(ExpertProfile("made", np.array([[0.9, 0.8, 0.1]]), 10), tmp_path / "profile.npz")
+    trace = Trace.of_rows("one", np.array([[[2]], [[0]]]), num_experts=3)
+    options = SimulateOptions("2", policy, expert_profile=str(tmp_path / "profile.npz"))
+    assert simulate(trace, options).cells[0].hit_rate == 0.5
+
+
+def test_a_profile_is_what_another_trace_used(tmp_path: Path, capsys: Any) -> None:
+    write_trace(skewed(), tmp_path / "trace.npz")
+    run = [str(tmp_path / "trace.npz"), "--slots", "50%", "--policy", "default", "--first-tokens", "20", "--json"]
+    assert command.main([*run, "--profile-out", str(tmp_path / "profile.npz")]) == 0
+    cold = json.loads(capsys.readouterr().out)
+    hit_rates = []
+    for profile in ("profile.npz", "trace.npz"):
+        assert command.main([*run, "--expert-profile", str(tmp_path / profile)]) == 0
+        warm = json.loads(capsys.readouterr().out)
+        assert warm["warm"] == profile and cold["warm"] is None
+        hit_rates.append(warm["cells"][0]["hit_rate"])
+    assert hit_rates[0] == hit_rates[1] > cold["cells"][0]["hit_rate"]
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -148,7 +238,7 @@ def test_times_follow_from_bytes_and_link() -> None:
     # Three tokens a step, half a millisecond an expert.
     assert cell.serial_ms == pytest.approx(1.5 + 3 * cell.misses / 2)
     assert cell.hidden_ms == pytest.approx(max(1.5, 3 * cell.misses / 2))
-    assert cell.columns()[:2] == ("lru", "20") and cell.columns()[-1] == f"{cell.hidden_ms:.2f}"
+    assert cell.columns(False)[:2] == ("lru", "20") and cell.columns(False)[-1] == f"{cell.hidden_ms:.2f}"
 
 
 def test_rows_of_a_step_share_what_it_fetches() -> None:
@@ -173,6 +263,10 @@ def test_rows_of_a_step_share_what_it_fetches() -> None:
         ({"record_bytes": "0MB"}, "record_bytes: '0MB' is nothing"),
         ({"compute_ms": -1}, "compute_ms"),
         ({"compute_ms": 1}, "compute_ms: without a link"),
+        ({"admission": 0}, "admission: expected a number above 0"),
+        ({"admission": 1.0}, "admission: lru only knows"),
+        ({"fit_trace": "a.npz"}, "fit_trace: only fitted pools"),
+        ({"first_tokens": 0}, "first_tokens"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict, says: str) -> None:
@@ -183,6 +277,29 @@ def test_what_cannot_be_is_refused(options: dict, says: str) -> None:
 def test_a_link_needs_the_size_of_an_expert() -> None:
     with pytest.raises(OptionError, match="add record_bytes"):
         simulate(skewed(), SimulateOptions(link="25GB/s"))
+
+
+def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    other = str(tmp_path / "other.npz")
+    write_trace(Trace.of_rows("other", skewed().experts[:, 1:], num_experts=EXPERTS), Path(other))
+    for options in ({"expert_profile": other}, {"pool": "fitted", "fit_trace": other}):
+        with pytest.raises(
+            OptionError, match=f"{list(options)[-1]}: other.npz has 3 layers of 12 experts, and the tra"
+        ):
+            simulate(skewed(), SimulateOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--profile-out", "profile.csv"], "profile_out: profile.csv is no name"),
+        (["--profile-out", "profile.npz", "--make-trace", "made.npz"], "profile_out: nothing is replayed"),
+        (["--plot", "hits.png", "--make-trace", "made.npz"], "plot: nothing is replayed"),
+    ],
+)
+def test_outputs_that_cannot_be_are_refused(arguments: list[str], says: str, capsys: Any) -> None:
+    assert command.main([*arguments, *([] if "--make-trace" in arguments else ["trace.npz"])]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_examples_of_the_documentation_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

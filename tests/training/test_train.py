@@ -87,9 +87,7 @@ def test_pictures_without_matplotlib_are_refused_before_anything_is_done(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     right = importlib.util.find_spec
-    monkeypatch.setattr(
-        "novalm_jax.training.pictures.find_spec", lambda name: None if name == "matplotlib" else right(name)
-    )
+    monkeypatch.setattr("novalm_jax.compat.find_spec", lambda name: None if name == "matplotlib" else right(name))
     assert main([str(text), "--output", str(tmp_path / "out"), "--pictures", *SMALL]) == 2
     assert "matplotlib" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
