@@ -24,4 +24,4 @@ def test_a_notebook_runs_and_shows_something(path: Path, tmp_path: Path, monkeyp
 
 
 def test_there_are_notebooks() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["train_tiny_moe"]
+    assert [path.stem for path in NOTEBOOKS] == ["streaming_tour", "train_tiny_moe"]

@@ -15,10 +15,12 @@ import jax
 import numpy as np
 
 from novalm_jax.checkpoint.mapping import is_expert
+from novalm_jax.config import MoEConfig
 from novalm_jax.engine.functions import HEAD_BLOCK, Decoded, DecodeStep, Leaves, ModelWeights, PrefillChunk, Structure
 from novalm_jax.engine.programs import Programs, decode_rows, prefill_rows
 from novalm_jax.experts.recorder import Recorder
 from novalm_jax.experts.records import count_records
+from novalm_jax.experts.use import DEVICE, ExpertUse
 from novalm_jax.kernels.storage import delete_arrays, storage_dtype
 from novalm_jax.models.decoder import Decoder, Routed
 from novalm_jax.models.router import Routing
@@ -136,6 +138,19 @@ class Executor(ABC):
         """What it holds and what it moved, by the names of `Report`."""
 
     @abstractmethod
+    def tiers(self) -> np.ndarray:
+        """Where each expert is, int8 `[layers, experts]`, by the numbers of the model's layers."""
+
+    def expert_use(self) -> ExpertUse:
+        """Where each expert is, and how often decode steps used it."""
+        recorder, tiers = self.recorder, self.tiers()[self.recorder.layers]
+        for row, number in zip(tiers, recorder.layers, strict=True):
+            moe = self._layers[number].feed_forward
+            assert isinstance(moe, MoEConfig)
+            row[moe.num_experts :] = -1
+        return ExpertUse(recorder.layers, recorder.uses.copy(), tiers, recorder.tokens)
+
+    @abstractmethod
     def close(self) -> None:
         """Frees weights and caches on the device."""
 
@@ -210,6 +225,10 @@ class ResidentExecutor(Executor):
     def figures(self) -> dict[str, Any]:
         """As in `Executor`: everything is on the device, and was read once."""
         return {"experts_on_device": count_records(self._programs.config), "disk_bytes_read": self._bytes_read}
+
+    def tiers(self) -> np.ndarray:
+        """As in `Executor`."""
+        return np.full((len(self._layers), self.recorder.uses.shape[1]), DEVICE, np.int8)
 
     def close(self) -> None:
         """Frees weights and caches on the device."""

@@ -33,6 +33,7 @@ from novalm_jax.engine.sampling import choice_seed, resolve
 from novalm_jax.engine.start import start_executor
 from novalm_jax.errors import CheckpointError, EngineError, OptionError, RequestError, WriteError
 from novalm_jax.experts.recorder import Recorder
+from novalm_jax.experts.records import moe_layers
 from novalm_jax.options import EngineOptions, SamplingParams
 from novalm_jax.resources import embedded_checkpoint
 from novalm_jax.text.detokenizer import TextStream
@@ -251,6 +252,7 @@ class LLM:
             ignored_tensors=self._checkpoint.weights.ignored,
             sampling_defaults=self._defaults.sampling(),
             policy=self.options.policy if placement.slots else "in turn" if placement.dense else "resident",
+            experts=self._executor.expert_use() if moe_layers(self.config) else None,
             **self._executor.figures(),
         )
 

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from novalm_jax.compat import require_matplotlib
+from novalm_jax.engine.pictures import draw_experts, draw_memory, draw_needed
 from novalm_jax.errors import some
+from novalm_jax.experts.use import ExpertUse
 from novalm_jax.units import format_size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,8 @@ class Report:
     `device_peak_bytes` is the planned peak, whose parts are `device_table`. Hits and misses are of experts on the
     device; `stall_seconds` is time that computing waited for weights. `uploads` are of experts, `dense_uploads` of a
     layer's dense weights or a block of the head. `compute_seconds` is the time of steps,
-    `load_seconds` that of everything before the first one, `launches` counts compiled programs that were run.
+    `load_seconds` that of everything before the first one, `launches` counts compiled programs that were run. `experts`
+    is a map of all of them, which `plot` draws and no other form shows; None where there are none.
     """
 
     device_budget_bytes: int = 0
@@ -55,10 +62,11 @@ class Report:
     device_table: dict[str, int] = field(default_factory=dict)
     ignored_tensors: tuple[str, ...] = ()
     sampling_defaults: dict[str, float] = field(default_factory=dict)
+    experts: ExpertUse | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """All figures by name, ready for JSON."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "experts"}
         return values | {"ignored_tensors": list(self.ignored_tensors)}
 
     def rows(self) -> list[tuple[str, str]]:
@@ -75,6 +83,26 @@ class Report:
     def _repr_html_(self) -> str:
         body = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in self.rows())
         return f"<table>{body}</table>"
+
+    def plot(self) -> Figure:
+        """A picture: which experts were used how often and where they are, what became of those that were needed, and
+        what takes the device's memory.
+
+        Raises:
+          OptionError: matplotlib is not installed.
+        """
+        require_matplotlib("plot")
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(10, 6), layout="constrained")
+        if self.experts is None:
+            draw_memory(self.device_table, self.device_budget_bytes, figure.subplots())
+            return figure
+        axes = figure.subplot_mosaic([["use", "use"], ["needed", "memory"]], height_ratios=(3, 2))
+        draw_experts(self.experts, axes["use"])
+        draw_needed(self.expert_hits, self.prefetch_hits, self.expert_misses, self.prefetch_wasted, axes=axes["needed"])
+        draw_memory(self.device_table, self.device_budget_bytes, axes["memory"])
+        return figure
 
     def _flat(self) -> list[tuple[str, Any]]:
         flat: list[tuple[str, Any]] = []

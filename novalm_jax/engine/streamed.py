@@ -78,6 +78,10 @@ class StreamedExecutor(Executor):
         figures = self.streamer.figures()
         return figures | {"disk_bytes_read": self._bytes_read + figures["disk_bytes_read"]}
 
+    def tiers(self) -> np.ndarray:
+        """As in `Executor`."""
+        return self._experts.tiers()
+
     def close(self) -> None:
         """Ends the streamer's threads, and frees weights, slots and caches."""
         self.streamer.close()

@@ -23,7 +23,8 @@ class Recorder:
     """Listens to decode steps. Prompts are passes over all experts, and are not counted.
 
     Attributes:
-      uses: int64 `[layers, experts]`, rows that chose each expert; layers are those of the model that have some.
+      layers: int64 `[layers]`, the numbers of the model's layers that have experts.
+      uses: int64 `[layers, experts]`, rows that chose each expert.
       tokens: rows that were counted.
       left_out: rows that the trace lacks, since it is full.
     """
@@ -41,7 +42,7 @@ class Recorder:
         """
         sparse = moe_layers(config)
         self._name = name
-        self._layers = np.array(list(sparse), np.int64)
+        self.layers = np.array(list(sparse), np.int64)
         self._record_bytes = record_bytes
         self._keeps_rows = keeps_rows
         experts = max((moe.num_experts for moe in sparse.values()), default=0)
@@ -90,7 +91,7 @@ class Recorder:
             sequence=np.concatenate(sequences),
             step=np.repeat(steps, [len(rows) for rows in sequences]),
             num_experts=self.uses.shape[1],
-            layers=self._layers,
+            layers=self.layers,
             record_bytes=self._record_bytes,
         )
 

@@ -19,6 +19,7 @@ from novalm_jax.experts.policy import Policy, lowest
 from novalm_jax.experts.pools import DevicePool
 from novalm_jax.experts.records import Record, record_span
 from novalm_jax.experts.slots import NOWHERE, SlotTable
+from novalm_jax.experts.use import DEVICE, DISK, HOST
 from novalm_jax.timeline import Timeline, span
 
 
@@ -83,14 +84,21 @@ class Streamer:
         """Whether an error ended the fetcher."""
         return self._fetcher.failed
 
+    def tiers(self) -> np.ndarray:
+        """Where each expert is, int8 `[layers, experts]`: `DEVICE`, `HOST` or `DISK`."""
+        there: np.ndarray = np.where(
+            self._table.table != NOWHERE, DEVICE, np.where(self._fetcher.on_host(), HOST, DISK)
+        )
+        return there.astype(np.int8)
+
     def figures(self) -> dict[str, Any]:
         """What is where and what was moved, by the names of `Report`."""
-        fetcher = self._fetcher
-        on_device, on_host = self._table.table != NOWHERE, fetcher.on_host()
+        fetcher, tiers = self._fetcher, self.tiers()
+        on_device, on_host = int((tiers == DEVICE).sum()), int((tiers == HOST).sum())
         return {
-            "experts_on_device": int(on_device.sum()),
-            "experts_on_host": int((on_host & ~on_device).sum()),
-            "experts_on_disk": self._records - int((on_host | on_device).sum()),
+            "experts_on_device": on_device,
+            "experts_on_host": on_host,
+            "experts_on_disk": self._records - on_device - on_host,
             "expert_hits": self.hits,
             "expert_misses": self.misses,
             "prefetch_hits": self.prefetch_hits,
