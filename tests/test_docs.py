@@ -1,6 +1,7 @@
 """Examples in docs/ work: a family, whose table names every family there is, and the timeline of a run."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,6 +11,9 @@ from novalm_jax.checkpoint.load import abstract_model
 from novalm_jax.checkpoint.mapping import written_tensors
 from novalm_jax.config import MLPConfig, MoEConfig
 from novalm_jax.errors import ConfigError
+from novalm_jax.experts.profile import read_profile
+from novalm_jax.experts.traces import read_trace
+from novalm_jax.generate import main as generate
 from novalm_jax.models.families import FAMILIES
 from novalm_jax.models.families.family import Family
 from novalm_jax.models.params import parameters_of
@@ -60,8 +64,13 @@ def test_the_example_knows_where_every_parameter_is_stored() -> None:
     assert {"model.layers.1.moe.shared_expert.up_proj.weight", "model.layers.0.mlp.up_proj.weight"} <= names
 
 
+def section_of(page: str, title: str) -> str:
+    """What stands below a title, up to the next one."""
+    return (DOCS / page).read_text(encoding="utf-8").split(f"## {title}")[1].split("\n## ")[0]
+
+
 def test_the_timeline_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    section = (DOCS / "streaming.md").read_text(encoding="utf-8").split("## What a timeline shows")[1].split("\n## ")[0]
+    section = section_of("streaming.md", "What a timeline shows")
     assert re.findall(r"^\| (\w+(?: \w+)?) \|", section, re.MULTILINE)[1:] == list(get_args(Track))
     assert f"The first {MOST_EVENTS:,} spans" in section.replace("\n", " ")
     (snippet,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
@@ -69,3 +78,24 @@ def test_the_timeline_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     exec(snippet.replace("path/to/model", str(tiny_checkpoint(tmp_path / "model"))), {})
     assert capsys.readouterr().out == "0.0 seconds of uploads while a program ran\n"
     assert list(rows_of((tmp_path / "trace.json").read_bytes())) == ["compute"]
+
+
+def test_recording_and_starting_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    section = section_of("streaming.md", "Recording routing, and starting from it")
+    fields = {"num_experts": 8, "num_experts_per_tok": 2}
+    model = str(tiny_checkpoint(tmp_path / "model", "qwen3_moe", **fields))
+    monkeypatch.chdir(tmp_path)
+    (commands,) = re.findall(r"```bash\n(.*?)```", section, flags=re.DOTALL)
+    for command in commands.splitlines():
+        arguments = shlex.split(command.replace("path/to/model", model))
+        assert arguments[:3] == ["python", "-m", "novalm_jax.generate"]
+        assert generate([*arguments[3:], "--max-tokens", "5", "--ignore-eos"]) == 0
+    assert read_profile("profile.npz").tokens == len(read_trace("trace.npz").step) == 4
+    capsys.readouterr()
+    (snippet,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    exec(snippet.replace("path/to/model", model), {})
+    assert (
+        capsys.readouterr().out == f"(38, {len(read_trace('trace.npz').layers)}, 2) experts [tokens, layers, k] of 8\n"
+    )
