@@ -58,7 +58,7 @@ def _load(command: LoadCommand) -> None:
 class StartCommand:
     """Measure how long a process takes until its first token is out: the first start of a model, and later ones."""
 
-    model: str | None = None
+    model: tyro.conf.Positional[str | None] = None
     """Folder of a Hugging Face checkpoint, or the name (org/name) of one in the Hugging Face cache. None: the model in
     this package."""
     json: bool = False

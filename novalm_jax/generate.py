@@ -63,13 +63,16 @@ def _generate(options: GenerateOptions) -> None:
     llm = LLM(options.model, **asdict(options.engine))
     try:
         with llm:
-            if options.interactive:
-                _converse(llm, options)
-            else:
-                inputs = [_as_chat(llm, options, prompt) for prompt in prompts] if options.chat else prompts
-                _complete(llm, options, inputs)
-            if options.report:
-                print(llm.report(), file=sys.stderr)
+            try:
+                if options.interactive:
+                    _converse(llm, options)
+                else:
+                    inputs = [_as_chat(llm, options, prompt) for prompt in prompts] if options.chat else prompts
+                    _complete(llm, options, inputs)
+            finally:
+                # After Ctrl-C, too.
+                if options.report:
+                    print(llm.report(), file=sys.stderr)
     finally:
         for file in llm.files:
             if file.written is not None:
@@ -198,9 +201,11 @@ class _Clock:
             print("0 tokens", file=sys.stderr)
             return
         first, last = min(first for first, _ in times), max(last for _, last in times)
-        figures = f"{tokens} tokens, the first after {first - self._start:.2f} s"
+        figures = f"{tokens} token{'s' * (tokens != 1)}, the first after {first - self._start:.2f} s"
         if last > first:
             figures += f", {(tokens - 1) / (last - first):.1f} tokens/s after it"
+        if cut := sum(text.completion.finish_reason == "length" for text in texts):
+            figures += "; cut at its length" if len(texts) == 1 else f"; {cut} of {len(texts)} cut at their length"
         print(figures, file=sys.stderr)
 
 

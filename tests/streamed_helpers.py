@@ -29,7 +29,6 @@ from novalm_jax.experts.pools import compile_insert
 from novalm_jax.experts.records import moe_layers
 from novalm_jax.experts.streamer import Streamer
 from novalm_jax.options import EngineOptions
-from novalm_jax.resources import embedded_checkpoint
 
 # --- models ----------------------------------------------------------------------------------------------------------
 
@@ -60,8 +59,7 @@ def record_bytes(placement: Placement) -> int:
 
 
 def _placed(folder: Path | None, memory: int, options: dict[str, Any]) -> Placement:
-    checkpoint = Checkpoint.open(embedded_checkpoint() if folder is None else folder)
-    return place(checkpoint, EngineOptions(**{"dense_weights": "device", **options}, device_memory=memory))
+    return place(Checkpoint.open(folder), EngineOptions(**{"dense_weights": "device", **options}, device_memory=memory))
 
 
 def with_slots(folder: Path, slots: int, **options: Any) -> LLM:

@@ -104,7 +104,7 @@ def test_the_command_prints_a_table_or_json(model: Path, capsys: pytest.CaptureF
 def test_starts_are_whole_processes_of_which_the_first_compiles(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert bench.main(["start", "--model", str(model), "--rounds", "2", "--dtype", "float32", "--json"]) == 0
+    assert bench.main(["start", str(model), "--rounds", "2", "--dtype", "float32", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["model"] == str(model) and len(figures["later_seconds"]) == 2
     assert figures["first_seconds"] > 0 and figures["later_seconds_median"] > 0
@@ -184,7 +184,7 @@ def test_mistakes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "python -m novalm_jax.bench load: There is no folder" in capsys.readouterr().err
     assert bench.main(["load", str(model), "--rounds", "0"]) == 2
     capsys.readouterr()
-    assert bench.main(["start", "--model", str(tmp_path / "gone")]) == 2
+    assert bench.main(["start", str(tmp_path / "gone")]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "ended with exit code 2 and 0 bytes of text: python -m novalm_jax.generate:" in said
     for arguments in ([], ["lode"]):

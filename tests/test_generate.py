@@ -44,6 +44,13 @@ def test_the_text_goes_to_stdout_and_figures_to_stderr(model, capsys):
     assert re.fullmatch(r"12 tokens, the first after \d+\.\d\d s, [\d.]+ tokens/s after it\n", err)
 
 
+def test_what_ended_for_its_length_is_said(model, capsys):
+    assert run(["--model", model, "--prompt", "H", "--max-tokens", "1"]) == 0
+    assert re.fullmatch(r"1 token, the first after \d+\.\d\d s; cut at its length\n", capsys.readouterr().err)
+    assert run(["--model", model, "--prompt", "H", "--prompt", "Hel", "--max-tokens", "10"]) == 0
+    assert capsys.readouterr().err.endswith("; 1 of 2 cut at their length\n")
+
+
 def test_several_prompts_come_in_order_with_an_empty_line_between(model, capsys, tmp_path, monkeypatch):
     file = tmp_path / "prompt.txt"
     file.write_text("H", encoding="utf-8")

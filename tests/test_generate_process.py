@@ -93,9 +93,9 @@ def test_ctrl_c_writes_what_there_is_of_the_completion(model, capsys, monkeypatc
         return decode(*arguments, **options)
 
     monkeypatch.setattr(Executor, "decode", interrupt)
-    assert run(["--model", model, "--prompt", "H", *(["--json"] if form == "json" else [])]) == 130
+    assert run(["--model", model, "--prompt", "H", "--report", *(["--json"] if form == "json" else [])]) == 130
     out, err = capsys.readouterr()
-    assert "Traceback" not in err
+    assert "Traceback" not in err and re.search(r"^generated tokens +3$", err, re.MULTILINE)
     if form == "text":
         assert out == "elo\n"
     else:

@@ -35,6 +35,7 @@ from novalm_jax.models.families import find_family
 from novalm_jax.models.families.family import Family
 from novalm_jax.models.params import parameters_of
 from novalm_jax.options import check_dtype
+from novalm_jax.resources import embedded_checkpoint
 
 Shardings = Callable[[Decoder], Mapping[str, jax.sharding.Sharding]]
 """Where parameters go, by path, given the model with shapes in place of arrays."""
@@ -82,13 +83,14 @@ class Checkpoint:
     checksums: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, folder: str | Path) -> Checkpoint:
-        """Reads config.json and the headers of all files.
+    def open(cls, folder: str | Path | None) -> Checkpoint:
+        """Reads config.json and the headers of all files; None: of the model inside this package.
 
         Raises:
           CheckpointError: no folder is given; files are missing, damaged, or do not hold what config.json asks for.
           ConfigError: config.json asks for something that is not supported.
         """
+        folder = embedded_checkpoint() if folder is None else folder
         if not isinstance(folder, str | Path) or not str(folder):
             raise CheckpointError(
                 f"{folder!r:.60} is no folder. Give the folder of a downloaded checkpoint, the one that holds "
@@ -171,12 +173,12 @@ class Checkpoint:
         return RecordChecks(self.folder, self.checksums, experts) if self.checksums else None
 
 
-def load_model(path: str | Path, dtype: str = "float32", shardings: Shardings | None = None) -> Decoder:
+def load_model(path: str | Path | None, dtype: str = "float32", shardings: Shardings | None = None) -> Decoder:
     """Loads a Hugging Face checkpoint folder, everything resident.
 
     Args:
       path: the folder that holds config.json and the .safetensors files, or the name of a model in the Hugging Face
-        cache, such as org/name.
+        cache, such as org/name; None for the model inside this package.
       dtype: "float32" or "bfloat16"; every weight is rounded to it once, to nearest even.
       shardings: gives the sharding of each parameter by its path, such as `ShardingPlan.shardings`; None puts all on
         the default device.

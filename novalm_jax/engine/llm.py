@@ -35,7 +35,6 @@ from novalm_jax.errors import CheckpointError, EngineError, OptionError, Request
 from novalm_jax.experts.recorder import Recorder
 from novalm_jax.experts.records import moe_layers
 from novalm_jax.options import EngineOptions, SamplingParams
-from novalm_jax.resources import embedded_checkpoint
 from novalm_jax.text.detokenizer import TextStream
 from novalm_jax.text.generation_config import GenerationConfig
 from novalm_jax.text.tokenizer import Tokenizer
@@ -76,7 +75,7 @@ class LLM:
         self._compiles = CompileCounter()
         if self.options.compilation_cache:
             enable_compilation_cache(compilation_cache_folder())
-        checkpoint = Checkpoint.open(embedded_checkpoint() if model is None else model)
+        checkpoint = Checkpoint.open(model)
         self.config = checkpoint.config
         expert_bytes = record_bytes(self.config, np.dtype(jnp.dtype(self.options.dtype)))
         keeps_rows = self.options.trace_out is not None

@@ -129,7 +129,8 @@ def place(checkpoint: Checkpoint, options: EngineOptions) -> Placement:
     elif options.link is not None and (placement.dense is None or not placement.dense.in_turn):
         _log.warning("link: without effect, as %s is on the device as a whole", name)
     if context < wanted:
-        _log.warning("%s: the context is cut from %d to %d tokens to fit device_memory", name, wanted, context)
+        room = f" with a max_batch of {options.max_batch}" if options.max_batch > 1 else ""
+        _log.warning("%s: the context is cut from %d to %d tokens to fit device_memory%s", name, wanted, context, room)
     return placement
 
 

@@ -30,7 +30,6 @@ from novalm_jax.experts.records import (
     new_record,
     record_layout,
 )
-from novalm_jax.resources import embedded_checkpoint
 from streamed_cells import OTHERS, SLOTS, Cell, all_cells, pairwise, pairwise_cells
 from streamed_helpers import (
     Answers,
@@ -68,7 +67,7 @@ class Model:
         else:
             ids = golden(name).ids.tolist()
             self.questions = Questions([*ids[0], *ids[1]] * 2, 80, [ids[0][:9], ids[1]], 8)
-        config = Checkpoint.open(self.folder or embedded_checkpoint()).config
+        config = Checkpoint.open(self.folder).config
         self.records = count_records(config)
         least = max(moe.experts_per_token for moe in moe_layers(config).values())
         self.slots = {"all": self.records, "half": self.records // 2, "quarter": self.records // 4, "least": least}
