@@ -88,7 +88,7 @@ class Cache:
         worth[busy] = np.inf
         if self._margin is None:
             self._uploads += len(missing)
-            places = lowest(worth, min(len(missing), len(table) - len(busy)))
+            places = lowest(worth, len(missing))
         else:
             arriving = self._policy.worth(step, layer, np.full(len(missing), layer), missing)
             chosen, places = admit(arriving, worth, self._margin)
