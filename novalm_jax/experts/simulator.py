@@ -129,8 +129,8 @@ def replay(
 
 
 class Belady:
-    """The record that is used next the latest leaves. Knows the future, and so serves as a bound: no policy has more
-    hits where all records are of one size.
+    """The record that is used next the latest leaves. Knows the future, and so serves as a bound: where every miss gets
+    a slot, and all records are of one size, no policy has more hits.
 
     Source: Belady, A study of replacement algorithms for a virtual-storage computer, 1966.
     """

@@ -251,6 +251,17 @@ def test_rows_of_a_step_share_what_it_fetches() -> None:
     assert [step[0].tolist() for step in events_of(trace, 1)] == [[0], [1, 2]]
 
 
+def test_steps_need_what_their_rows_chose() -> None:
+    trace = skewed()
+    experts = trace.experts.astype(np.uint8)
+    for batch in (None, 1, 2):
+        events = events_of(Trace.of_rows("bytes", experts, np.full(3, 50)), batch)
+        for rows, step in zip(trace.together(batch), events, strict=True):
+            assert [layer.tolist() for layer in step] == [
+                sorted(set(experts[rows, number].reshape(-1).tolist())) for number in range(LAYERS)
+            ]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
