@@ -38,7 +38,9 @@ def lowest(worth: np.ndarray, count: int) -> np.ndarray:
     """The indices of the so many lowest of float `[n]`, or of all, the lowest first and of equal ones the first. What
     may not leave is infinite, and not among them."""
     if count > _FEW:
-        order = worth.argsort(kind="stable")[:count]
+        last = min(count, len(worth)) - 1
+        (near,) = (worth <= np.partition(worth, last)[last]).nonzero()
+        order = near[worth[near].argsort(kind="stable")][:count]
         return order[worth[order] < np.inf]
     left, found = worth.copy(), []
     for _ in range(min(count, len(worth))):
