@@ -89,7 +89,7 @@ class Cache:
         worth[busy] = np.inf
         if self._margin is None:
             self._uploads += len(missing)
-            places = lowest(worth, min(len(missing), len(table) - len(busy)))
+            places = lowest(worth, len(missing))
         else:
             arriving = self._policy.worth(step, layer, np.full(len(missing), layer), missing)
             chosen, places = admit(arriving, worth, self._margin)
@@ -130,8 +130,8 @@ def replay(
 
 
 class Belady:
-    """The record that is used next the latest leaves. Knows the future, and so serves as a bound: no policy has more
-    hits where all records are of one size.
+    """The record that is used next the latest leaves. Knows the future, and so serves as a bound: where every miss gets
+    a slot, and all records are of one size, no policy has more hits.
 
     Source: Belady, A study of replacement algorithms for a virtual-storage computer, 1966.
     """

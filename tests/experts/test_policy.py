@@ -90,6 +90,8 @@ def test_the_lowest_are_in_order_and_of_equals_the_first() -> None:
     assert lowest(np.array([2.0, 1.0, 1.0]), 1).tolist() == [1]
     assert lowest(np.array([2.0, 1.0, 1.0]), 5).tolist() == [1, 2, 0]
     draw = np.random.default_rng(0)
+    assert lowest(np.array([2.0, np.inf, 1.0]), 3).tolist() == [2, 0]
+    assert lowest(np.array([2.0, np.inf, 1.0] * 7), 21).tolist() == [*range(2, 21, 3), *range(0, 21, 3)]
     for count in range(1, 40):
         worth = draw.integers(0, 9, 30).astype(float)
         assert lowest(worth, count).tolist() == np.argsort(worth, kind="stable")[:count].tolist()

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from experts_helpers import CHOSEN, EXPERTS, LAYERS, skewed
+from novalm_jax import bench
 from novalm_jax import simulate as command
 from novalm_jax.errors import OptionError
 from novalm_jax.experts.policy import LRU, POLICIES
-from novalm_jax.experts.profile import ExpertProfile, write_profile
+from novalm_jax.experts.profile import ExpertProfile, read_profile, write_profile
 from novalm_jax.experts.simulation import simulate
 from novalm_jax.experts.simulator import Belady, Events, Replay, events_of, replay
 from novalm_jax.experts.slots import SlotTable
@@ -250,6 +251,17 @@ def test_rows_of_a_step_share_what_it_fetches() -> None:
     assert [step[0].tolist() for step in events_of(trace, 1)] == [[0], [1, 2]]
 
 
+def test_steps_need_what_their_rows_chose() -> None:
+    trace = skewed()
+    experts = trace.experts.astype(np.uint8)
+    for batch in (None, 1, 2):
+        events = events_of(Trace.of_rows("bytes", experts, np.full(3, 50)), batch)
+        for rows, step in zip(trace.together(batch), events, strict=True):
+            assert [layer.tolist() for layer in step] == [
+                sorted(set(experts[rows, number].reshape(-1).tolist())) for number in range(LAYERS)
+            ]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -304,11 +316,19 @@ def test_outputs_that_cannot_be_are_refused(arguments: list[str], says: str, cap
 
 def test_the_examples_of_the_documentation_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     text = (Path(__file__).parents[2] / "docs" / "streaming.md").read_text(encoding="utf-8")
-    replayed, made = re.findall(r"^python -m novalm_jax\.simulate (.*)$", text, re.MULTILINE)
+    replayed, drawn, made = re.findall(r"^python -m novalm_jax\.simulate (.*)$", text, re.MULTILINE)
+    (timed,) = re.findall(r"^python -m novalm_jax\.bench (policy .*)$", text, re.MULTILINE)
     write_trace(skewed(), tmp_path / "recorded.npz")
     monkeypatch.chdir(tmp_path)
     assert command.main(replayed.split()) == 0
     rows = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert rows[0].split("  ")[-1] == "all hidden" and len(rows) == 1 + 3 * 2
+    assert command.main(drawn.split()) == 0
+    assert (
+        Path("hits.png").exists()
+        and ExpertProfile.of_trace(skewed()).uses.tolist() == read_profile("profile.npz").uses.tolist()
+    )
+    assert bench.main([*timed.split(), "--warm-up", "20", "--steps", "5"]) == 0
+    capsys.readouterr()
     assert command.main([*made.split(), "--tokens", "5"]) == 0
     assert read_trace(tmp_path / "made.npz").experts.shape == (16 * 5, 48, 8)

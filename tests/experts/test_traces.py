@@ -134,3 +134,14 @@ def test_steps_as_recorded_may_be_taken_apart() -> None:
     )
     assert steps(trace, None) == [[0, 1], [2, 3], [4]]
     assert steps(trace, 1) == [[1], [3], [4], [0], [2]]
+
+
+def test_some_rows_are_a_trace_of_their_own() -> None:
+    experts = some_experts()
+    trace = Trace.of_rows("all", experts, np.array([2, 3]), weights=experts / 16, num_experts=20, record_bytes=5)
+    some = trace.of(slice(1, 4))
+    assert some.experts.tolist() == experts[1:4].tolist() and some.weights is not None
+    assert some.weights.tolist() == (experts[1:4] / 16).tolist()
+    assert (some.sequence.tolist(), some.step.tolist()) == ([0, 1, 1], [1, 2, 3])
+    assert (some.num_experts, some.record_bytes, some.name) == (20, 5, "all")
+    assert trace.of(slice(None)).experts.shape == experts.shape
