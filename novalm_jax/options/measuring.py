@@ -93,3 +93,12 @@ class SweepOptions(Checked):
             bounds = "above 0" if most == math.inf else f"above 0 and at most {most:g}"
             raise OptionError(f"{name}: expected numbers {bounds} with commas between them, got {shown(given)}.")
         return numbers
+
+
+@dataclass(frozen=True)
+class ComparePlanOptions(SweepOptions):
+    """Which runs are forecast and measured, and how. Lists are separated by commas."""
+
+    slots: str = "100,50,25,12,6"
+    ratios: str = "1"
+    prefetch: str = "off"
