@@ -1,7 +1,7 @@
 """Whether a plan comes true: forecasts of decoding beside runs, for several numbers of slots.
 
-Runs are those of a sweep. Before each number of slots the machine is measured as `plan --measure` does it; the forecast
-takes that, the link of the run, and the experts that it needed and missed.
+Runs are those of a sweep. Before and after those with one number of slots the machine is measured, as `plan --measure`
+does it. The forecast takes the mean of both, the link of the run, and the experts that it needed and missed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLOSE = 0.3
 
 @dataclass(frozen=True)
 class Compared:
-    """A run, the machine as it was before it, and the forecast in tokens a second."""
+    """A run, the machine as it was around it, and the forecast in tokens a second."""
 
     cell: Cell
     machine: Machine
@@ -80,7 +80,7 @@ class PlanComparison:
 
 
 def compare_plan(model: str | Path | None, routing: RoutingOptions, options: ComparePlanOptions) -> PlanComparison:
-    """Measures every run, and the machine before each number of slots.
+    """Measures every run, and the machine around those of each number of slots.
 
     Raises:
       OptionError, CheckpointError, ConfigError, BudgetError: as `Sweeper`; OptionError also as `Probe`.
@@ -89,10 +89,12 @@ def compare_plan(model: str | Path | None, routing: RoutingOptions, options: Com
     config, dtype = sweeper.checkpoint.config, np.dtype(jnp.dtype(options.dtype))
     probe = Probe(config, options.dtype, 1)
     before = options.prompt_tokens + FIRST + options.warm_up + options.tokens // 2
-    runs = []
+    runs, earlier = [], probe.time()
     for percent in options.percents:
-        machine = probe.measure()
-        for cell in sweeper.cells(percent):
+        cells, later = sweeper.cells(percent), probe.time()
+        machine = probe.machine({name: (earlier[name] + later[name]) / 2 for name in later})
+        earlier = later
+        for cell in cells:
             link = min(machine.link, cell.link or machine.link)
             forecaster = Forecaster(config, dtype, probe.record_bytes, replace(machine, link=link))
             runs.append(Compared(cell, machine, _forecast(forecaster, cell, before)))

@@ -121,7 +121,8 @@ def _machine(planned: Planned, options: PlanOptions) -> Machine:
     if options.measure:
         weights = planned.folder is not None and any(planned.folder.glob("*.safetensors"))
         checkpoint = Checkpoint.open(planned.folder) if planned.folder and weights and planned.format is None else None
-        machine = Probe(planned.config, options.dtype, options.batch).measure(checkpoint)
+        probe = Probe(planned.config, options.dtype, options.batch)
+        machine = probe.machine(probe.time(), checkpoint)
     return machine.with_rates("given", options.rates)
 
 

@@ -96,9 +96,9 @@ class Probe:
             )
         self._programs = StreamedPrograms(abstract_model(self._config, dtype), self._shapes, slots)
 
-    def measure(self, checkpoint: Checkpoint | None = None) -> Machine:
-        """What the machine does now; of its disk only with a checkpoint, of which some records are read. All that is
-        timed takes turns, so that what else the machine does slows all of it."""
+    def time(self) -> dict[str, float]:
+        """Seconds of parts of a step, and of a prompt, by name. All take turns, so that whatever else runs slows
+        all of them."""
         layers, chosen, tokens = len(self._config.layers), self._moe.experts_per_token, self._shapes.capacity
         with ExitStack() as held:
             hits, misses = (held.enter_context(closing(self._streamed(slots))) for slots in (layers * chosen, chosen))
@@ -116,13 +116,10 @@ class Probe:
             seconds = _in_turns(runs, _STEPS)
             prompt = [Prompt(0, [0] * tokens)]
             seconds |= _in_turns({"prompt": lambda: jax.block_until_ready(list(hits.prefill(prompt)))}, _PROMPTS)
-        rates = self._rates(seconds)
-        if checkpoint is not None:
-            rates["disk"] = self._disk_rate(checkpoint)
-        return Machine().with_rates("measured", rates)
+        return seconds
 
-    def _rates(self, seconds: Mapping[str, float]) -> dict[str, float]:
-        """What follows from medians of what was timed."""
+    def machine(self, seconds: Mapping[str, float], checkpoint: Checkpoint | None = None) -> Machine:
+        """What follows from these times; of the disk only with a checkpoint, of which some records are read."""
         layers, chosen = len(self._config.layers), self._moe.experts_per_token
         bandwidth = self.record_bytes * chosen / (seconds["experts"] - seconds["no expert"])
         operations = prompt_operations(self._config, self._shapes.capacity, spread=False)
@@ -136,7 +133,9 @@ class Probe:
         }
         if "whole" in seconds:
             rates["layer_seconds"] = (seconds["whole"] - seconds["ends"]) / layers - self._read / bandwidth
-        return rates
+        if checkpoint is not None:
+            rates["disk"] = self._disk_rate(checkpoint)
+        return Machine().with_rates("measured", rates)
 
     # --- what is run ---
 

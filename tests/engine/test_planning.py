@@ -4,6 +4,7 @@ so."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from novalm_jax import plan
 from novalm_jax.checkpoint.load import Checkpoint, read_config
 from novalm_jax.engine.estimate import Estimated
-from novalm_jax.engine.fitting import Budgets, fit
+from novalm_jax.engine.fitting import Budgets, Fit, fit
 from novalm_jax.engine.placement import place
 from novalm_jax.engine.planning import plan_model, read_planned, weight_sizes
 from novalm_jax.errors import BudgetError, ConfigError, OptionError
@@ -26,6 +27,7 @@ from tiny_checkpoints import tiny_checkpoint
 TESTS = Path(__file__).parents[1]
 PUBLISHED: dict[str, dict[str, Any]] = json.loads((TESTS / "published" / "configs.json").read_text())
 LAYERS, EXPERTS, CHOSEN = 3, 16, 2
+RECORD = 3 * 16 * 32 * 4
 MEMORY = ["--device-memory", "24GiB", "--host-memory", "128GiB"]
 
 
@@ -90,32 +92,30 @@ def test_every_published_model_is_planned_or_refused_by_its_configuration(name: 
 # --- one placement, compiled and by formulas -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.5])
-@pytest.mark.parametrize("context", ["auto", 64])
-def test_the_plan_of_a_budget_is_what_the_engine_does_with_it(folder: Path, share: float, context: str | int) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.5])
+def test_the_plan_of_a_budget_is_what_the_engine_does_with_it(folder: Path, share: float) -> None:
+    """With room for what the bound of the workspace is larger than the workspace; without, there are no more slots."""
     checkpoint = Checkpoint.open(folder)
-    config, records = checkpoint.config, LAYERS * EXPERTS
-    record = 3 * 16 * 32 * 4
+    options = EngineOptions(dtype="float32", max_batch=1, context_length=64, host_memory=20 * RECORD)
     least = least_bytes(folder, dtype="float32", max_batch=1, context_length=64)
-    # The bound of the workspace is larger than the workspace.
-    room = least + int(share * records * record) + (64 << 10)
-    options = EngineOptions(device_memory=room, dtype="float32", max_batch=1, context_length=context, host_memory=2**20)
-    real = place(checkpoint, options)
-    found = fit(Estimated(config, options), Budgets(room, 2**20), options, "model")
-    assert found.plan.fits(room) and found.resident == (not real.slots)
-    assert (found.host_slots, found.dense) == (real.host_slots, real.dense)
-    if context == "auto":
-        # Cut by halves, the one may be where the other is not yet.
-        assert found.context_length in (real.context_length, real.context_length // 2)
-    else:
-        assert real.slots - (64 << 10) // record <= found.slots <= real.slots
+    room = least + int(share * LAYERS * EXPERTS * RECORD)
+    real = place(checkpoint, replace(options, device_memory=room))
+    sizes = Estimated(checkpoint.config, options)
+    bound = sizes.resident(64) if real.resident else sizes.streamed(64, real.slots, real.pass_chunks, None)
+    more = bound.parts["workspace"] - real.plan.parts["workspace"]
+    found = fit(sizes, Budgets(room + more, 20 * RECORD), options, "model")
+    assert found == Fit(found.plan, 64, real.slots, real.host_slots, real.pass_chunks, None)
+    assert found.plan.device_bytes == real.plan.device_bytes + more <= room + more
+    assert (real.slots, real.host_slots) == {0.0: (2, 20), 0.3: (16, 20), 0.6: (30, 20), 1.5: (0, 0)}[share]
+    if not real.resident and more < share * LAYERS * EXPERTS * RECORD:
+        assert fit(sizes, Budgets(room, 0), options, "model").slots <= real.slots
 
 
 @pytest.mark.parametrize("case", sorted(path.parent.name for path in (TESTS / "golden").glob("*/config.json")))
 def test_formulas_place_every_golden_in_its_least_memory(case: str) -> None:
     """With as many slots as a token chooses at least; and what the error says is needed is enough."""
     config = read_config(TESTS / "golden" / case)[2]
-    options = EngineOptions(max_batch=1, context_length=64)
+    options = EngineOptions(max_batch=1, context_length=min(64, config.context_length))
     with pytest.raises(BudgetError) as refused:
         fit(Estimated(config, options), Budgets(1, 0), options, case)
     least = refused.value.least_bytes
@@ -173,13 +173,13 @@ def test_hits_come_from_where_the_options_say(folder: Path, tmp_path: Path, caps
 
 def test_the_command(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config_file(tmp_path, "qwen3-30b-a3b")
-    figures = planned(capsys, str(path), *MEMORY, "--price", "2.5", "--link", "50GB/s", "--hit-rate", "0.9")
+    figures = planned(capsys, str(path), *MEMORY, "--price", "2.5", "--link", "25GB/s", "--hit-rate", "0.75")
     assert {*figures} >= {"sizes", "memory", "tiers", "hits", "machine", "decode", "prefill", "command", "notes"}
-    assert figures["machine"]["link"] == {"value": 5e10, "source": "given"}
+    assert figures["machine"]["link"] == {"value": 2.5e10, "source": "given"}
     assert figures["machine"]["disk"]["source"] == "assumed"
     decode = figures["decode"]
     assert figures["cost_per_million_tokens"]["decode"] == pytest.approx(2.5 / 3600 / decode["tokens_per_second"] * 1e6)
-    assert decode["bottleneck"] == "link" and decode["parts"]["link"] == pytest.approx(38.4 * 9 * 2**20 / 5e10)
+    assert decode["bottleneck"] == "link" and decode["parts"]["link"] == pytest.approx(96 * 9 * 2**20 / 2.5e10)
     assert figures["command"][:5] == ["python", "-m", "novalm_jax.generate", "--model", "MODEL"]
     assert plan.main([str(path), *MEMORY, "--price", "2.5", "--experts-dtype", "int4"]) == 0
     text = capsys.readouterr().out
@@ -194,7 +194,10 @@ def test_the_command(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture
 def test_the_command_it_gives_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from novalm_jax import generate
 
-    found = planned(capsys, str(folder), "--device-memory", "2MiB", "--host-memory", "1MiB", "--context-length", "64")
+    engine = EngineOptions(max_batch=1, context_length=64)
+    memory = str(Estimated(Checkpoint.open(folder).config, engine).streamed(64, 12, 1, None).device_bytes)
+    given = ["--device-memory", memory, "--host-memory", "1MiB", "--context-length", "64"]
+    found = planned(capsys, str(folder), *given)
     assert 0 < found["tiers"]["device"] < LAYERS * EXPERTS
     more = ["--prompt", "a", "--max-tokens", "2", "--report"]
     assert generate.main([*found["command"][3:], *more]) == 0
@@ -206,7 +209,7 @@ def test_the_command_it_gives_runs(folder: Path, capsys: pytest.CaptureFixture[s
         (["--device-memory", "1MiB"], "device memory at least, and device_memory allows 1048576"),
         (["--hit-rate", "1.5"], "hit_rate: expected a number of at least 0 and at most 1"),
         (["--hit-rate", "0.5", "--routing", "x.npz"], "routing: hit_rate says already how many experts hit"),
-        (["--link", "0"], "link: 0 lets nothing through"),
+        (["--link", "0"], "link: '0' lets nothing through"),
         (["--context-length", "9999999"], "context_length: "),
         (["--batch", "0"], "batch: expected a whole number of at least 1"),
         (["--batch", "99", "--hit-rate", "1"], "max_batch: 99 is more than 32"),
@@ -221,7 +224,7 @@ def test_mistakes(arguments: list[str], says: str, tmp_path: Path, capsys: pytes
 def test_a_file_that_is_no_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other.json").write_text('{"model_type": "resnet"}')
     assert plan.main([str(tmp_path / "other.json"), *MEMORY]) == 2
-    assert "other.json: Models of type 'resnet' are not supported yet" in capsys.readouterr().err
+    assert "other.json: Models of type 'resnet' are not supported yet" in " ".join(capsys.readouterr().err.split())
     assert plan.main([str(tmp_path / "gone"), *MEMORY]) == 2
 
 
