@@ -17,6 +17,7 @@ import tyro
 from novalm_jax.commands import run_command
 from novalm_jax.options import (
     BenchOptions,
+    ComparePlanOptions,
     EngineOptions,
     MakeModelOptions,
     MakeTraceOptions,
@@ -187,6 +188,28 @@ def _policy(command: PolicyCommand) -> None:
     print(json.dumps(costs.to_dict()) if command.json else costs)
 
 
+@dataclass(frozen=True)
+class PlanCommand:
+    """Measure whether forecasts of decoding come true: by slots, on a machine that is measured just before."""
+
+    model: tyro.conf.Positional[str | None] = None
+    """Folder of a Hugging Face checkpoint, or the name (org/name) of one in the Hugging Face cache. None: the model in
+    this package."""
+    json: bool = False
+    """Write one JSON object in place of a table."""
+    debug: bool = False
+    """Show tracebacks."""
+    options: tyro.conf.OmitArgPrefixes[ComparePlanOptions] = field(default_factory=ComparePlanOptions)
+    routing: tyro.conf.OmitArgPrefixes[RoutingOptions] = field(default_factory=RoutingOptions)
+
+
+def _plan(command: PlanCommand) -> None:
+    from novalm_jax.benchmarks.planning import compare_plan
+
+    figures = compare_plan(command.model, command.routing, command.options)
+    print(json.dumps(figures.to_dict()) if command.json else figures)
+
+
 _BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
     "load": (LoadCommand, _load),
     "start": (StartCommand, _start),
@@ -195,6 +218,7 @@ _BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
     "decode": (DecodeCommand, _decode),
     "sweep": (SweepCommand, _sweep),
     "policy": (PolicyCommand, _policy),
+    "plan": (PlanCommand, _plan),
 }
 
 

@@ -29,9 +29,8 @@ from novalm_jax.engine.placement import place
 from novalm_jax.engine.streamed_programs import StreamedPrograms
 from novalm_jax.errors import BudgetError, OptionError
 from novalm_jax.experts.records import count_records, moe_layers
-from novalm_jax.experts.traces import Trace, read_trace
+from novalm_jax.experts.traces import read_trace
 from novalm_jax.options import EngineOptions, RoutingOptions, SweepOptions
-from novalm_jax.resources import embedded_checkpoint
 from novalm_jax.tables import aligned
 from novalm_jax.units import format_size
 
@@ -133,19 +132,11 @@ def measure_sweep(model: str | Path | None, routing: RoutingOptions, options: Sw
     """Measures every cell. Cells with the same slots share a model, and take turns in rounds.
 
     Raises:
-      OptionError: the recording does not fit the model, nothing can be streamed, or there is no room for all experts.
-      CheckpointError, ConfigError, BudgetError: as `LLM`.
+      OptionError, CheckpointError, ConfigError, BudgetError: as `Sweeper`.
     """
-    recorded = None if routing.routing is None else read_trace(routing.routing)
-    checkpoint = Checkpoint.open(embedded_checkpoint() if model is None else model)
-    if not moe_layers(checkpoint.config):
-        raise OptionError("model: it has no routed experts, so that nothing streams.")
-    if recorded is not None:
-        recorded.fit(checkpoint.config)
-    sweeper = _Sweeper(checkpoint, recorded, routing.accuracy, options)
+    sweeper = Sweeper(model, routing, options)
     cells = [cell for percent in options.percents for cell in sweeper.cells(percent)]
-    name = None if model is None else str(model)
-    return Sweep(name, routing, options, count_records(checkpoint.config), tuple(cells))
+    return Sweep(None if model is None else str(model), routing, options, sweeper.records, tuple(cells))
 
 
 class _Link(NamedTuple):
@@ -156,20 +147,32 @@ class _Link(NamedTuple):
     ideal_seconds: float
 
 
-class _Sweeper:
-    """One model, and how its cells are measured."""
+class Sweeper:
+    """One model, and how its cells are measured.
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        recorded: Trace | None,
-        accuracy: float,
-        options: SweepOptions,
-    ):
-        self._checkpoint = checkpoint
-        self._model = checkpoint.folder
-        self._records = count_records(checkpoint.config)
+    Attributes:
+      checkpoint: the model.
+      records: its experts.
+    """
+
+    def __init__(self, model: str | Path | None, routing: RoutingOptions, options: SweepOptions):
+        """Opens a checkpoint, None for the one in this package.
+
+        Raises:
+          OptionError: the recording does not fit the model, or nothing can be streamed. Cells raise it, too, where
+            there is no room for all experts.
+          CheckpointError, ConfigError, BudgetError: as `LLM`.
+        """
+        recorded = None if routing.routing is None else read_trace(routing.routing)
+        self.checkpoint = Checkpoint.open(model)
+        if not moe_layers(self.checkpoint.config):
+            raise OptionError("model: it has no routed experts, so that nothing streams.")
+        if recorded is not None:
+            recorded.fit(self.checkpoint.config)
+        self._model = self.checkpoint.folder
+        self.records = count_records(self.checkpoint.config)
         self._recorded = recorded
+        accuracy = routing.accuracy
         # Where its own routers choose, the model's own lookahead predicts.
         self._accuracy = {"off": None, "lookahead": None if recorded is None else accuracy, "oracle": 1.0}
         self._options = options
@@ -188,8 +191,8 @@ class _Sweeper:
         resident = self._resident()
         compute = median(run.seconds for run in resident) / self._options.tokens
         if percent == 100:
-            return [self._cell(percent, self._records, "resident", _Link(None, None, compute), resident)]
-        memory = memory_for_slots(self._checkpoint, round(percent / 100 * self._records), self._engine)
+            return [self._cell(percent, self.records, "resident", _Link(None, None, compute), resident)]
+        memory = memory_for_slots(self.checkpoint, round(percent / 100 * self.records), self._engine)
         engine = replace(self._engine, device_memory=memory)
         with closing(ReplayingLLM(self._model, self._recorded, **asdict(engine))) as llm:
             missed, slots = self._missed_bytes(llm), llm.replaying.programs.slots

@@ -14,6 +14,7 @@ from novalm_jax.config import (
     LayerConfig,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
     NormConfig,
 )
 
@@ -57,6 +58,11 @@ def dense_counts(layer: LayerConfig) -> Counts:
 def expert_count(hidden_size: int, config: ExpertConfig) -> int:
     """One routed expert."""
     return gated_mlp(hidden_size, config.width, config.bias)
+
+
+def different_experts(config: MoEConfig, tokens: int) -> float:
+    """How many experts of a layer so many tokens choose together, if each chose at random."""
+    return config.num_experts * (1 - (1 - config.experts_per_token / config.num_experts) ** tokens)
 
 
 def linear(inputs: int, outputs: int, bias: bool = False) -> int:

@@ -7,20 +7,24 @@ Plain data with the checks that need nothing but the values themselves. Knows no
 from novalm_jax.options.checks import Dtype, PolicyName, check_dtype
 from novalm_jax.options.engine import EngineOptions
 from novalm_jax.options.files import ConvertOptions
-from novalm_jax.options.measuring import BenchOptions, PolicyBenchOptions, SweepOptions
+from novalm_jax.options.measuring import BenchOptions, ComparePlanOptions, PolicyBenchOptions, SweepOptions
 from novalm_jax.options.models import MakeModelOptions, ModelShape, TrainOptions
+from novalm_jax.options.planning import EXPERT_BITS, PlanOptions
 from novalm_jax.options.routing import MakeTraceOptions, RoutingOptions, SimulateOptions
 from novalm_jax.options.sampling import MAX_LOGPROBS, SamplingParams
 
 __all__ = [
+    "EXPERT_BITS",
     "MAX_LOGPROBS",
     "BenchOptions",
+    "ComparePlanOptions",
     "ConvertOptions",
     "Dtype",
     "EngineOptions",
     "MakeModelOptions",
     "MakeTraceOptions",
     "ModelShape",
+    "PlanOptions",
     "PolicyBenchOptions",
     "PolicyName",
     "RoutingOptions",

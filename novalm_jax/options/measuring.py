@@ -118,3 +118,12 @@ class PolicyBenchOptions(Checked):
     def all_steps(self) -> int:
         """Steps that are run in all."""
         return self.warm_up + self.rounds * self.steps
+
+
+@dataclass(frozen=True)
+class ComparePlanOptions(SweepOptions):
+    """Which runs are forecast and measured, and how. Lists are separated by commas."""
+
+    slots: str = "100,50,25,12,6"
+    ratios: str = "1"
+    prefetch: str = "off"

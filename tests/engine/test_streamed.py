@@ -87,7 +87,7 @@ def test_prompts_side_by_side_and_in_turns_with_decoding(moe_folder, monkeypatch
 
 def test_one_slot_is_enough(moe_folder, resident, monkeypatch):
     """More experts than slots: every layer runs in waves of one."""
-    monkeypatch.setattr("novalm_jax.engine.placement._fewest_slots", lambda config: 1)
+    monkeypatch.setattr("novalm_jax.engine.fitting._fewest_slots", lambda config: 1)
     options = {"dtype": "float32", **OPTIONS}
     with LLM(moe_folder, device_memory=least_bytes(moe_folder, **options), **options) as llm:
         assert executor_of(llm).programs.slots == 1

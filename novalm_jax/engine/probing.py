@@ -1,0 +1,287 @@
+"""Measures a machine for forecasts: a model's programs, run by the engine's executors over weights of zeros.
+
+A few layers are enough. Zeros choose the same experts in each of them, so that a step has hits alone where every layer
+has slots for its own, and misses alone where all layers share the slots of one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import cached_property, partial
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from novalm_jax.checkpoint.load import Checkpoint, abstract_model
+from novalm_jax.checkpoint.mapping import is_expert
+from novalm_jax.compat import available_ram, copy_to_device, device_bytes, device_shares_memory
+from novalm_jax.config import ModelConfig, MoEConfig
+from novalm_jax.engine.estimate import dense_bytes
+from novalm_jax.engine.executor import Executor, Prompt, ResidentExecutor
+from novalm_jax.engine.forecast import dense_read, prompt_operations
+from novalm_jax.engine.functions import ModelWeights, Structure
+from novalm_jax.engine.machine import Machine
+from novalm_jax.engine.programs import Programs, Shapes, decode_rows, prefill_rows
+from novalm_jax.engine.streamed import StreamedExecutor
+from novalm_jax.engine.streamed_programs import StreamedPrograms
+from novalm_jax.errors import OptionError
+from novalm_jax.experts.fetcher import Fetcher
+from novalm_jax.experts.host_tier import HostTier
+from novalm_jax.experts.link import Link
+from novalm_jax.experts.policy import LRU
+from novalm_jax.experts.pools import DevicePool, HostPool
+from novalm_jax.experts.records import Record, RecordReader, count_records, moe_layers, new_record
+from novalm_jax.experts.slots import NOWHERE, SlotTable
+from novalm_jax.experts.streamer import NoExperts, Streamer
+from novalm_jax.kernels.storage import storage_dtype
+from novalm_jax.models.decoder import Decoder
+from novalm_jax.models.params import parameters_of
+from novalm_jax.units import format_size
+
+_ENOUGH = 128 << 20
+"""Bytes that a step reads at least, where the model has so many: more than a processor's caches hold."""
+
+_STEPS, _FIRST = 16, 3
+"""Rounds that are timed, and those before them that are not."""
+
+_PROMPTS = 3
+"""Prompts that are."""
+
+_FROM_DISK = 16
+"""Records that are read from disk."""
+
+_Run = Callable[[], object]
+
+
+class Probe:
+    """One model's programs on this machine. They are compiled once, at the first measurement.
+
+    Attributes:
+      record_bytes: of an expert.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: str, batch: int):
+        """`batch` requests are decoded together.
+
+        Raises:
+          OptionError: there are no experts, or no room for a few layers.
+        """
+        if not moe_layers(config):
+            raise OptionError("measure: the model has no routed experts, so that there is nothing to plan for.")
+        layer = Counter(each for each in config.layers if isinstance(each.feed_forward, MoEConfig)).most_common(1)[0][0]
+        assert isinstance(layer.feed_forward, MoEConfig)
+        self._layer, self._moe, self._batch = layer, layer.feed_forward, batch
+        self._shapes = Shapes(batch, prefill_rows(config.context_length)[-1], np.dtype(jnp.dtype(dtype)))
+        one = StreamedPrograms(abstract_model(replace(config, layers=(layer,)), dtype), self._shapes, 1)
+        self.record_bytes = one.record_bytes
+        self._ends_read = dense_read(config, self._shapes.dtype, ())
+        self._read = dense_read(config, self._shapes.dtype, (layer,)) - self._ends_read
+        self._read += self._moe.experts_per_token * one.record_bytes
+        count = min(max(2, -(-_ENOUGH // self._read)), max(2, len(config.layers)))
+        self._config = replace(config, layers=(layer,) * count)
+        slots = count * self._moe.experts_per_token
+        held = dense_bytes(self._config, self._shapes.dtype) + 2 * slots * one.record_bytes
+        if held > _room():
+            raise OptionError(
+                f"measure: {count} layers with {slots} experts take {format_size(held)}, and half of the memory is "
+                f"{format_size(_room())}. Leave measure out, and give the rates of the machine instead."
+            )
+        self._programs = StreamedPrograms(abstract_model(self._config, dtype), self._shapes, slots)
+
+    def time(self) -> dict[str, float]:
+        """Seconds of parts of a step, and of a prompt, by name. All take turns, so that whatever else runs slows
+        all of them."""
+        layers, chosen, tokens = len(self._config.layers), self._moe.experts_per_token, self._shapes.capacity
+        with ExitStack() as held:
+            hits, misses = (held.enter_context(closing(self._streamed(slots))) for slots in (layers * chosen, chosen))
+            all_experts, no_expert = self._waves(hits.streamer)
+            runs = {
+                "hits": self._step(hits),
+                "misses": self._step(misses),
+                "ends": self._ends(),
+                "experts": all_experts,
+                "no expert": no_expert,
+                "way": self._upload(),
+            }
+            if self._resident_fits():
+                runs["whole"] = self._step(held.enter_context(closing(self._resident())))
+            seconds = _in_turns(runs, _STEPS)
+            prompt = [Prompt(0, [0] * tokens)]
+            seconds |= _in_turns({"prompt": lambda: jax.block_until_ready(list(hits.prefill(prompt)))}, _PROMPTS)
+        return seconds
+
+    def machine(self, seconds: Mapping[str, float], checkpoint: Checkpoint | None = None) -> Machine:
+        """What follows from these times; of the disk only with a checkpoint, of which some records are read."""
+        layers, chosen = len(self._config.layers), self._moe.experts_per_token
+        bandwidth = self.record_bytes * chosen / (seconds["experts"] - seconds["no expert"])
+        operations = prompt_operations(self._config, self._shapes.capacity, spread=False)
+        rates = {
+            "device_bandwidth": bandwidth,
+            "device_operations": operations / seconds["prompt"],
+            "link": self.record_bytes / seconds["way"],
+            "step_seconds": seconds["ends"] - self._ends_read / bandwidth,
+            "cut_layer_seconds": (seconds["hits"] - seconds["ends"]) / layers - self._read / bandwidth,
+            "place_seconds": place_seconds((seconds["misses"] - seconds["hits"]) / layers, seconds["way"], chosen),
+        }
+        if "whole" in seconds:
+            rates["layer_seconds"] = (seconds["whole"] - seconds["ends"]) / layers - self._read / bandwidth
+        if checkpoint is not None:
+            rates["disk"] = self._disk_rate(checkpoint)
+        return Machine().with_rates("measured", rates)
+
+    # --- what is run ---
+
+    def _streamed(self, slots: int) -> StreamedExecutor:
+        """With so many of the pool's slots in use, and all records in host memory."""
+        programs, dtype = self._programs, self._shapes.dtype.name
+        layers, experts, chosen = len(self._config.layers), self._moe.num_experts, self._moe.experts_per_token
+        records = [Record(layer, expert) for layer in range(layers) for expert in range(chosen)]
+        table = SlotTable(layers, experts, len(records))
+        host = HostTier(HostPool(programs.layout, len(records)), table, LRU(layers, experts))
+        for slot, record in enumerate(records):
+            host.fill(record, slot)
+        fetcher = Fetcher(_NoDisk(), programs.layout, host, Link())
+        pool = DevicePool(programs.layout, programs.slots, programs.insert)
+        streamer = Streamer(pool, SlotTable(layers, experts, slots), LRU(layers, experts), fetcher, len(records))
+        weights = Structure.take_apart(_zeros(self._config, dtype, experts=False))
+        dense = tuple(layer._replace(experts=None) for layer in weights.layers)
+        return StreamedExecutor(ModelWeights(weights.outer, dense), programs, streamer, 0, 1, lookahead=False)
+
+    def _resident(self) -> ResidentExecutor:
+        dtype = self._shapes.dtype.name
+        return ResidentExecutor(_zeros(self._config, dtype, experts=True), self._whole, 0)
+
+    @cached_property
+    def _whole(self) -> Programs:
+        return Programs(abstract_model(self._config, self._shapes.dtype.name), self._shapes)
+
+    def _resident_fits(self) -> bool:
+        experts = count_records(self._config) * self.record_bytes
+        return dense_bytes(self._config, self._shapes.dtype) + experts <= _room()
+
+    # --- what is timed ---
+
+    def _step(self, executor: Executor) -> _Run:
+        """A decode step."""
+        rows, at = range(self._batch), itertools.count()
+
+        def step() -> None:
+            position = next(at)
+            tokens, known = [0] * self._batch, [position + 1] * self._batch
+            jax.block_until_ready(executor.decode(tokens, rows, [position] * self._batch, known))
+
+        return step
+
+    def _ends(self) -> _Run:
+        """What comes before and after the layers of a step."""
+        rows, programs = decode_rows(self._batch)[-1], self._programs
+        embed, head = programs.embed_step(rows), programs.head_of_step(rows)
+        outer, _ = _zero_arguments(head)
+        tokens = np.zeros(rows, np.int32)
+        return lambda: jax.block_until_ready(head(outer, embed(outer, tokens)))
+
+    def _waves(self, streamer: Streamer | NoExperts) -> tuple[_Run, _Run]:
+        """A wave of as many experts as a token chooses, other slots each time; and one of none."""
+        assert isinstance(streamer, Streamer)
+        rows, chosen, experts = decode_rows(self._batch)[-1], self._moe.experts_per_token, self._moe.num_experts
+        program, pool = self._programs.first_wave(self._layer, rows), streamer.pool
+        _, routed, _ = _zero_arguments(program)
+        ids = np.full((rows, chosen), experts, np.int32)
+        ids[0] = range(chosen)
+        routed = routed._replace(routing=routed.routing._replace(ids=jnp.asarray(ids)))
+        numbers = itertools.cycle(range(self._programs.slots))
+
+        def wave(count: int) -> None:
+            slots = np.full(experts, NOWHERE, np.int32)
+            slots[:count] = [next(numbers) for _ in range(count)]
+            jax.block_until_ready(program(pool.arrays, routed, slots))
+
+        return partial(wave, chosen), partial(wave, 0)
+
+    def _upload(self) -> _Run:
+        """What the fetcher does for a record, each time for another one."""
+        layout = self._programs.layout
+        records = [new_record(layout) for _ in range(_FIRST + _STEPS)]
+        for array in jax.tree.leaves(records):
+            array.fill(0)
+        to = (new_record(layout),) if device_shares_memory() else ()
+        turn = itertools.cycle(records)
+        return lambda: jax.tree.map(copy_to_device, next(turn), *to)
+
+    def _disk_rate(self, checkpoint: Checkpoint) -> float:
+        """Bytes a second of records that are read one after another, and that memory does not hold yet."""
+        records = [Record(layer, expert) for layer in moe_layers(checkpoint.config) for expert in range(2)]
+        first, *others = records[: _FROM_DISK + 1]
+        out = new_record(self._programs.layout)
+        with closing(RecordReader(checkpoint, self._shapes.dtype)) as reader:
+            reader.read_into(first, out)
+            # Files that are open can be forgotten.
+            reader.forget_pages()
+            before, begin = reader.bytes_read, time.perf_counter()
+            for record in others:
+                reader.read_into(record, out)
+            return (reader.bytes_read - before) / (time.perf_counter() - begin)
+
+
+class _NoDisk(RecordReader):
+    """Reads nothing: all is in host memory."""
+
+    def __init__(self) -> None:
+        """Opens nothing."""
+
+    @property
+    def bytes_read(self) -> int:
+        """None."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _zeros(config: ModelConfig, dtype: str, experts: bool) -> Decoder:
+    """A model of zeros, with shapes in place of its experts unless they are wanted, then in storage form."""
+    model = abstract_model(config, dtype)
+    for path, parameter in parameters_of(model).items():
+        kind = np.dtype(parameter.dtype)
+        if not is_expert(path):
+            parameter.set_value(jnp.zeros(parameter.shape, kind))
+        elif experts:
+            parameter.set_value(jnp.zeros(parameter.shape, storage_dtype(kind)))
+    return model
+
+
+def _zero_arguments(program: jax.stages.Compiled) -> Any:
+    """Zeros in place of what a program takes."""
+    return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), program.args_info[0])
+
+
+def _in_turns(runs: Mapping[str, _Run], rounds: int) -> dict[str, float]:
+    """Seconds of each run, the median of so many rounds after some that do not count."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(_FIRST + rounds):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            if number >= _FIRST:
+                times[name].append(time.perf_counter() - begin)
+    return {name: median(taken) for name, taken in times.items()}
+
+
+def place_seconds(layer: float, way: float, missed: int) -> float:
+    """Of a record, where so many that a layer misses add `layer` seconds to it, and the way of each takes `way`: as
+    `forecast` has it, whether placing one takes longer than its way or not."""
+    return max(0.0, min((layer - way) / missed, layer - missed * way))
+
+
+def _room() -> int:
+    """Half of the memory of the device; of what is free, where that is the host's."""
+    memory = device_bytes(jax.devices()[0])
+    return (available_ram() if memory is None else memory) // 2

@@ -1,0 +1,238 @@
+"""Plans: what fits and where it goes agrees with real placements, sizes with what was published, and the command says
+so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from novalm_jax import plan
+from novalm_jax.checkpoint.load import Checkpoint, read_config
+from novalm_jax.engine.estimate import Estimated
+from novalm_jax.engine.fitting import Budgets, Fit, fit
+from novalm_jax.engine.placement import place
+from novalm_jax.engine.planning import plan_model, read_planned, weight_sizes
+from novalm_jax.errors import BudgetError, ConfigError, OptionError
+from novalm_jax.experts.profile import ExpertProfile, write_profile
+from novalm_jax.experts.traces import Trace, write_trace
+from novalm_jax.options import EngineOptions, PlanOptions
+from streamed_helpers import least_bytes
+from tiny_checkpoints import tiny_checkpoint
+
+TESTS = Path(__file__).parents[1]
+PUBLISHED: dict[str, dict[str, Any]] = json.loads((TESTS / "published" / "configs.json").read_text())
+LAYERS, EXPERTS, CHOSEN = 3, 16, 2
+RECORD = 3 * 16 * 32 * 4
+MEMORY = ["--device-memory", "24GiB", "--host-memory", "128GiB"]
+
+
+def published(name: str) -> dict[str, Any]:
+    own = dict(PUBLISHED[name])
+    shared = published(own.pop("like")) if "like" in own else {}
+    absent = own.pop("without", ())
+    return {**{field: value for field, value in shared.items() if field not in absent}, **own}
+
+
+def config_file(folder: Path, name: str) -> Path:
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(published(name)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    fields = {"num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "num_hidden_layers": LAYERS}
+    return tiny_checkpoint(tmp_path_factory.mktemp("plan") / "model", "qwen3_moe", **fields)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert plan.main([*arguments, "--json"]) == 0
+    figures: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return figures
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_the_published_ones(tmp_path: Path) -> None:
+    mixtral = read_planned(config_file(tmp_path, "mixtral-8x22b-v0.1")).config
+    sizes = weight_sizes(mixtral, PlanOptions())
+    assert (sizes.total, sizes.records) == (281_241_268_224, 56 * 8)
+    assert sizes.dense + sizes.records * sizes.record == sizes.total
+    assert sizes.record == 3 * 6144 * 16384 * 2 and sizes.cache == 56 * 2 * 8 * 128 * 2
+    # In the format that it is published in, as the index file says.
+    gpt = read_planned(config_file(tmp_path, "gpt-oss-20b"))
+    assert weight_sizes(gpt.config, PlanOptions(experts_dtype="mxfp4")).total == 13_761_264_768
+    assert gpt.format == "mxfp4"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_model_is_planned_or_refused_by_its_configuration(name: str, tmp_path: Path) -> None:
+    path = config_file(tmp_path, name)
+    try:
+        read_planned(path)
+    except ConfigError as error:
+        assert str(error).startswith(str(path)) and "quantization_config" not in str(error)
+        return
+    options = PlanOptions(device_memory="24GiB", host_memory="128GiB", hit_rate=0.5)
+    found = plan_model(path, options)
+    assert found.fit.plan.device_bytes <= 24 * 2**30
+    assert found.decode.rate > 0 and found.prefill.rate > 0
+    assert found.loadable == ("quantization_config" not in published(name))
+    device, host, disk = found.tiers.values()
+    assert device <= found.sizes.records and disk == found.sizes.records - max(device, host)
+    assert host * found.sizes.record <= 128 * 2**30
+
+
+# --- one placement, compiled and by formulas -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.5])
+def test_the_plan_of_a_budget_is_what_the_engine_does_with_it(folder: Path, share: float) -> None:
+    """With room for what the bound of the workspace is larger than the workspace; without, there are no more slots."""
+    checkpoint = Checkpoint.open(folder)
+    options = EngineOptions(dtype="float32", max_batch=1, context_length=64, host_memory=20 * RECORD)
+    least = least_bytes(folder, dtype="float32", max_batch=1, context_length=64)
+    room = least + int(share * LAYERS * EXPERTS * RECORD)
+    real = place(checkpoint, replace(options, device_memory=room))
+    sizes = Estimated(checkpoint.config, options)
+    bound = sizes.resident(64) if real.resident else sizes.streamed(64, real.slots, real.pass_chunks, None)
+    more = bound.parts["workspace"] - real.plan.parts["workspace"]
+    found = fit(sizes, Budgets(room + more, 20 * RECORD), options, "model")
+    assert found == Fit(found.plan, 64, real.slots, real.host_slots, real.pass_chunks, None)
+    assert found.plan.device_bytes == real.plan.device_bytes + more <= room + more
+    assert (real.slots, real.host_slots) == {0.0: (2, 20), 0.3: (16, 20), 0.6: (30, 20), 1.5: (0, 0)}[share]
+    if not real.resident and more < share * LAYERS * EXPERTS * RECORD:
+        assert fit(sizes, Budgets(room, 0), options, "model").slots <= real.slots
+
+
+@pytest.mark.parametrize("case", sorted(path.parent.name for path in (TESTS / "golden").glob("*/config.json")))
+def test_formulas_place_every_golden_in_its_least_memory(case: str) -> None:
+    """With as many slots as a token chooses at least; and what the error says is needed is enough."""
+    config = read_config(TESTS / "golden" / case)[2]
+    options = EngineOptions(max_batch=1, context_length=min(64, config.context_length))
+    with pytest.raises(BudgetError) as refused:
+        fit(Estimated(config, options), Budgets(1, 0), options, case)
+    least = refused.value.least_bytes
+    assert fit(Estimated(config, options), Budgets(least, 0), options, case).plan.device_bytes == least
+    with pytest.raises(BudgetError):
+        fit(Estimated(config, options), Budgets(least - 1, 0), options, case)
+
+
+def test_smaller_records_make_more_slots(folder: Path) -> None:
+    config, options = Checkpoint.open(folder).config, EngineOptions(max_batch=1, context_length=64)
+
+    def slots(bits: float | None) -> int:
+        sizes = Estimated(config, options, bits)
+        return fit(sizes, Budgets(sizes.streamed(64, 12, 1, None).device_bytes, 0), options, "model").slots
+
+    assert Estimated(config, options, 4.25).record_bytes == 3 * 16 * 32 * 17 // 32
+    assert Estimated(config, options, None).record_bytes == 3 * 16 * 32 * 2
+    assert slots(None) == slots(4.25) == 12
+
+
+# --- hits ------------------------------------------------------------------------------------------------------------
+
+
+def test_hits_come_from_where_the_options_say(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draw = np.random.default_rng(0)
+    rows = np.array([[draw.permutation(4)[:CHOSEN] for _ in range(LAYERS)] for _ in range(200)])
+    write_trace(Trace.of_rows("few", rows, num_experts=EXPERTS), tmp_path / "few.npz")
+    uses = np.full((LAYERS, EXPERTS), 0.01)
+    uses[:, :4] = 0.46
+    write_profile(ExpertProfile("profile", uses, 100), tmp_path / "profile.npz")
+    config, engine = Checkpoint.open(folder).config, EngineOptions(max_batch=1, context_length=64)
+    memory = Estimated(config, engine).streamed(64, 12, 1, None).device_bytes
+    record = 3 * 16 * 32 * 2
+    fixed = [str(folder), "--device-memory", str(memory), "--host-memory", str(30 * record), "--context-length", "64"]
+    found = planned(capsys, *fixed, "--routing", str(tmp_path / "few.npz"))
+    assert found["tiers"] == {"device": 12, "host": 30, "disk": 18}
+    # Twelve slots hold all that is ever used.
+    assert found["hits"]["device"] == found["hits"]["memory"] == 1.0 and found["hits"]["needed"] == LAYERS * CHOSEN
+    found = planned(capsys, *fixed, "--expert-profile", str(tmp_path / "profile.npz"))
+    total = LAYERS * (4 * 0.46 + 12 * 0.01)
+    assert found["hits"]["device"] == pytest.approx(LAYERS * 4 * 0.46 / total)
+    assert found["hits"]["memory"] == pytest.approx((LAYERS * 4 * 0.46 + 18 * 0.01) / total)
+    found = planned(capsys, *fixed, "--hit-rate", "0.75")
+    # Of 36 that have no slot, 18 are on the host.
+    assert (found["hits"]["device"], found["hits"]["memory"]) == (0.75, pytest.approx(1 - 0.25 * 18 / 36))
+    found = planned(capsys, *fixed, "--like", "deepseek-v2-lite")
+    assert found["hits"]["source"].startswith("made-up routing like deepseek-v2-lite, its last")
+    assert 0 < found["hits"]["device"] < found["hits"]["memory"] < 1
+    assert plan.main([*fixed, "--routing", str(tmp_path / "gone.npz")]) == 2
+    assert "gone.npz is no recorded routing" in " ".join(capsys.readouterr().err.split())
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config_file(tmp_path, "qwen3-30b-a3b")
+    figures = planned(capsys, str(path), *MEMORY, "--price", "2.5", "--link", "25GB/s", "--hit-rate", "0.75")
+    assert {*figures} >= {"sizes", "memory", "tiers", "hits", "machine", "decode", "prefill", "command", "notes"}
+    assert figures["machine"]["link"] == {"value": 2.5e10, "source": "given"}
+    assert figures["machine"]["disk"]["source"] == "assumed"
+    decode = figures["decode"]
+    assert figures["cost_per_million_tokens"]["decode"] == pytest.approx(2.5 / 3600 / decode["tokens_per_second"] * 1e6)
+    assert decode["bottleneck"] == "link" and decode["parts"]["link"] == pytest.approx(96 * 9 * 2**20 / 2.5e10)
+    assert figures["command"][:5] == ["python", "-m", "novalm_jax.generate", "--model", "MODEL"]
+    assert plan.main([str(path), *MEMORY, "--price", "2.5", "--experts-dtype", "int4"]) == 0
+    text = capsys.readouterr().out
+    for part in ("NOT LOADED BY THIS VERSION: experts in int4", "for a million tokens", "assumed", "made-up routing"):
+        assert part in text
+    assert "\nrun " not in text
+    assert plan.main([str(folder), "--device-memory", "1GiB", "--host-memory", "0"]) == 0
+    text = capsys.readouterr().out
+    assert f"--model {folder}" in text and "0 on disk alone" in text and "hits" not in text
+
+
+def test_the_command_it_gives_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from novalm_jax import generate
+
+    engine = EngineOptions(max_batch=1, context_length=64)
+    memory = str(Estimated(Checkpoint.open(folder).config, engine).streamed(64, 12, 1, None).device_bytes)
+    given = ["--device-memory", memory, "--host-memory", "1MiB", "--context-length", "64"]
+    found = planned(capsys, str(folder), *given)
+    assert 0 < found["tiers"]["device"] < LAYERS * EXPERTS
+    more = ["--prompt", "a", "--max-tokens", "2", "--report"]
+    assert generate.main([*found["command"][3:], *more]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--device-memory", "1MiB"], "device memory at least, and device_memory allows 1048576"),
+        (["--hit-rate", "1.5"], "hit_rate: expected a number of at least 0 and at most 1"),
+        (["--hit-rate", "0.5", "--routing", "x.npz"], "routing: hit_rate says already how many experts hit"),
+        (["--link", "0"], "link: '0' lets nothing through"),
+        (["--context-length", "9999999"], "context_length: "),
+        (["--batch", "0"], "batch: expected a whole number of at least 1"),
+        (["--batch", "99", "--hit-rate", "1"], "max_batch: 99 is more than 32"),
+    ],
+)
+def test_mistakes(arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config_file(tmp_path, "olmoe-1b-7b-0924")
+    assert plan.main([str(path), *MEMORY, *arguments]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_file_that_is_no_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.json").write_text('{"model_type": "resnet"}')
+    assert plan.main([str(tmp_path / "other.json"), *MEMORY]) == 2
+    assert "other.json: Models of type 'resnet' are not supported yet" in " ".join(capsys.readouterr().err.split())
+    assert plan.main([str(tmp_path / "gone"), *MEMORY]) == 2
+
+
+def test_what_is_not_given_is_of_this_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("novalm_jax.engine.placement.available_ram", lambda: 10 * 2**30)
+    found = plan_model(folder, PlanOptions(device_memory="99GiB"))
+    assert found.budgets == Budgets(99 * 2**30, 9 * 2**30)
+    found = plan_model(folder, PlanOptions(host_memory="99GiB"))
+    assert found.budgets == Budgets(9 * 2**30, 99 * 2**30)
+    with pytest.raises(OptionError):
+        PlanOptions(device_tflops=-1.0)
