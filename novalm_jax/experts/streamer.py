@@ -136,13 +136,11 @@ class Streamer:
           finds them there. What is missing is on its way already.
         """
         needed = [Record(layer, expert) for expert in experts]
-        kept = set(experts if kept is None else kept)
+        kept = set(experts).intersection(experts if kept is None else kept)
         if self._awaited != layer:
             self._awaited = NOWHERE
         self._order = []
         self._absorb(layer, needed)
-        self._policy.use(self._step, layer, np.array(sorted(kept.intersection(experts)), np.int64))
-        self._order = []
         slots = {record: self._table.find(record) for record in needed}
         there = {record: slot for record, slot in slots.items() if slot != NOWHERE}
         missing = [self._fetcher.fetch(record, self._step, True) for record in needed if record not in there]
@@ -155,6 +153,11 @@ class Streamer:
     ) -> Iterator[np.ndarray]:
         if there:
             yield self._wave(there)
+        # Only now: the device computes, and records are on their way, while the policy thinks.
+        self._policy.use(self._step, layer, np.array(sorted(kept), np.int64))
+        self._order = []
+        if missing and self._table.empty_slot() is None:
+            self._rank(layer)
         # Slots of experts that came for a finished wave alone.
         free: list[int] = []
         while missing:
@@ -248,11 +251,15 @@ class Streamer:
         """The slot that is given up first, and is none of `but`; None where there is none."""
         slot = next((slot for slot in self._order if slot not in but), None)
         if slot is None:
-            slots, layers, experts = self._table.listed()
-            worth = self._policy.worth(self._step, layer, layers, experts)
-            self._order = slots[lowest(worth, len(worth))].tolist()
+            self._rank(layer)
             slot = next((slot for slot in self._order if slot not in but), None)
         return slot
+
+    def _rank(self, layer: int) -> None:
+        """Finds the order in which slots are given up for records of a layer."""
+        slots, layers, experts = self._table.listed()
+        worth = self._policy.worth(self._step, layer, layers, experts)
+        self._order = slots[lowest(worth, len(worth))].tolist()
 
     def _insert(self, fetch: Fetch, slot: int) -> None:
         assert fetch.arrays is not None
