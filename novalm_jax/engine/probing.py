@@ -29,7 +29,7 @@ from novalm_jax.engine.executor import Executor, Prompt, ResidentExecutor
 from novalm_jax.engine.forecast import dense_read, prompt_operations
 from novalm_jax.engine.functions import ModelWeights, Structure
 from novalm_jax.engine.machine import Machine
-from novalm_jax.engine.programs import Programs, Shapes, decode_rows, prefill_rows
+from novalm_jax.engine.programs import Programs, Shapes, capacity_for, decode_rows, prefill_rows
 from novalm_jax.engine.streamed import StreamedExecutor
 from novalm_jax.engine.streamed_programs import StreamedPrograms
 from novalm_jax.errors import OptionError
@@ -79,7 +79,8 @@ class Probe:
         layer = Counter(each for each in config.layers if isinstance(each.feed_forward, MoEConfig)).most_common(1)[0][0]
         assert isinstance(layer.feed_forward, MoEConfig)
         self._layer, self._moe, self._batch = layer, layer.feed_forward, batch
-        self._shapes = Shapes(batch, prefill_rows(config.context_length)[-1], np.dtype(jnp.dtype(dtype)))
+        self._prompt = prefill_rows(capacity_for(config.context_length))[-1]
+        self._shapes = Shapes(batch, capacity_for(self._prompt), np.dtype(jnp.dtype(dtype)))
         one = StreamedPrograms(abstract_model(replace(config, layers=(layer,)), dtype), self._shapes, 1)
         self.record_bytes = one.record_bytes
         self._ends_read = dense_read(config, self._shapes.dtype, ())
@@ -99,7 +100,7 @@ class Probe:
     def time(self) -> dict[str, float]:
         """Seconds of parts of a step, and of a prompt, by name. All take turns, so that whatever else runs slows
         all of them."""
-        layers, chosen, tokens = len(self._config.layers), self._moe.experts_per_token, self._shapes.capacity
+        layers, chosen = len(self._config.layers), self._moe.experts_per_token
         with ExitStack() as held:
             hits, misses = (held.enter_context(closing(self._streamed(slots))) for slots in (layers * chosen, chosen))
             all_experts, no_expert = self._waves(hits.streamer)
@@ -114,7 +115,7 @@ class Probe:
             if self._resident_fits():
                 runs["whole"] = self._step(held.enter_context(closing(self._resident())))
             seconds = _in_turns(runs, _STEPS)
-            prompt = [Prompt(0, [0] * tokens)]
+            prompt = [Prompt(0, [0] * self._prompt)]
             seconds |= _in_turns({"prompt": lambda: jax.block_until_ready(list(hits.prefill(prompt)))}, _PROMPTS)
         return seconds
 
@@ -122,7 +123,7 @@ class Probe:
         """What follows from these times; of the disk only with a checkpoint, of which some records are read."""
         layers, chosen = len(self._config.layers), self._moe.experts_per_token
         bandwidth = self.record_bytes * chosen / (seconds["experts"] - seconds["no expert"])
-        operations = prompt_operations(self._config, self._shapes.capacity, spread=False)
+        operations = prompt_operations(self._config, self._prompt, spread=False)
         rates = {
             "device_bandwidth": bandwidth,
             "device_operations": operations / seconds["prompt"],
