@@ -19,8 +19,7 @@ from novalm_jax.errors import OptionError
 from novalm_jax.experts import fetcher as fetcher_module
 from novalm_jax.experts.governor import Governor
 from novalm_jax.experts.policy import POLICIES
-from novalm_jax.experts.records import Record
-from novalm_jax.experts.slots import NOWHERE
+from novalm_jax.experts.simulator import Cache
 from novalm_jax.experts.streamer import Streamer
 from novalm_jax.experts.traces import Trace
 from streamed_helpers import least_bytes
@@ -187,23 +186,12 @@ def test_hits_are_those_of_a_simulation(folder, memory, monkeypatch, policy) -> 
 
 
 def simulated_hits(streamer: Streamer, tokens: np.ndarray) -> int:
-    """What would hit from here on, by the policy's own code and nothing else of the streamer's."""
-    table, policy, step, hits = copy.deepcopy(streamer._table), copy.deepcopy(streamer._policy), streamer._step, 0
-    for layers in tokens.astype(int):
-        step += 1
-        for layer, experts in enumerate(layers):
-            policy.use(step, layer, np.sort(experts))
-            missing = [record for expert in experts if table.find(record := Record(layer, int(expert))) == NOWHERE]
-            hits += CHOSEN - len(missing)
-            new: list[int] = []
-            for record in missing:
-                if (slot := table.empty_slot()) is None:
-                    slots, in_layers, in_experts = table.listed(but=new)
-                    slot = int(slots[policy.worth(step, layer, in_layers, in_experts).argmin()])
-                    table.clear(slot)
-                table.put(record, slot)
-                new.append(slot)
-    return hits
+    """What would hit from here on, by the simulator, with the policy and the slots as they are now."""
+    cache = Cache(copy.deepcopy(streamer._policy), [copy.deepcopy(streamer._table)])
+    for step, layers in enumerate(np.sort(tokens.astype(int)), streamer._step + 1):
+        cache.step(step, list(layers))
+    counted = cache.counted()
+    return int((counted.needed - counted.missed).sum())
 
 
 @pytest.fixture

@@ -125,7 +125,9 @@ class ReplayingLLM(LLM):
                 "There is room for all experts on the device, so that nothing is moved, whatever is routed where. Give "
                 "less device_memory, or fewer slots."
             )
-        executor = start_executor(self._checkpoint, self._placement, self.options, self.timeline, ReplayingExecutor)
+        executor = start_executor(
+            self._checkpoint, self._placement, self.options, self.timeline, self._profile, ReplayingExecutor
+        )
         assert isinstance(executor, ReplayingExecutor)
         self.replaying = executor
         if experts is not None:

@@ -56,7 +56,7 @@ class Executor(ABC):
     Attributes:
       rows: sequences that the cache has room for.
       launches: programs that were run.
-      recorder: counts the experts of decode steps; another one takes its place where somebody wants a trace.
+      recorder: counts the experts of decode steps. Whoever wants a trace puts one in its place that keeps one.
     """
 
     def __init__(self, programs: Programs, outer: Leaves, timeline: Timeline | None = None):
@@ -125,7 +125,7 @@ class Executor(ABC):
         with self._caches_in_use():
             decoded, chosen = self._decode_step(bucket, step)
         if chosen is not None:
-            self.recorder.step(rows, *map(np.asarray, chosen))
+            self.recorder.step(rows, chosen)
         return decoded
 
     @property

@@ -32,6 +32,7 @@ from novalm_jax.engine.sampler import Sampler
 from novalm_jax.engine.sampling import choice_seed, resolve
 from novalm_jax.engine.start import start_executor
 from novalm_jax.errors import CheckpointError, EngineError, OptionError, RequestError, WriteError
+from novalm_jax.experts.profile import read_profile
 from novalm_jax.experts.recorder import Recorder
 from novalm_jax.experts.records import moe_layers
 from novalm_jax.options import EngineOptions, SamplingParams
@@ -84,6 +85,9 @@ class LLM:
         self._defaults = GenerationConfig.load(checkpoint.folder)
         self._tokenizer, self._no_tokenizer = _load_tokenizer(checkpoint.folder)
         self._checkpoint = checkpoint
+        self._profile = None
+        if self.options.expert_profile is not None:
+            self._profile = read_profile(self.options.expert_profile).of_model(self.config)
         self._placement = place(checkpoint, self.options)
         sampler = Sampler(self.options.max_batch, self.config.vocab_size)
         self._executor = self._start()
@@ -93,7 +97,7 @@ class LLM:
 
     def _start(self) -> Executor:
         """Loads what runs the model; measurements have others."""
-        return start_executor(self._checkpoint, self._placement, self.options, self.timeline)
+        return start_executor(self._checkpoint, self._placement, self.options, self.timeline, self._profile)
 
     @property
     def context_length(self) -> int:

@@ -27,7 +27,7 @@ from novalm_jax.experts.host_tier import HostTier
 from novalm_jax.experts.link import Link
 from novalm_jax.experts.policy import POLICIES, Policy
 from novalm_jax.experts.pools import DevicePool, HostPool
-from novalm_jax.experts.profile import ExpertProfile, read_profile
+from novalm_jax.experts.profile import ExpertProfile
 from novalm_jax.experts.records import Record, RecordReader, count_records, moe_layers, new_record
 from novalm_jax.experts.slots import NOWHERE, SlotTable
 from novalm_jax.experts.streamer import NoExperts, Streamer
@@ -42,6 +42,7 @@ def start_executor(
     placement: Placement,
     options: EngineOptions,
     timeline: Timeline | None = None,
+    profile: ExpertProfile | None = None,
     streamed: Callable[..., StreamedExecutor] = StreamedExecutor,
 ) -> Executor:
     """Loads the weights to where the placement has room for them.
@@ -51,17 +52,15 @@ def start_executor(
       placement: of it.
       options: how it is run.
       timeline: shows what is done.
+      profile: of the model, whose most used experts are on the device at first.
       streamed: makes the executor where all dense weights are on the device, and not all experts.
 
     Raises:
       CheckpointError: a file cannot be read.
     """
     programs, link = placement.programs, Link(options.link_rate)
-    profile = None
-    if options.expert_profile is not None:
-        profile = read_profile(options.expert_profile).of_model(checkpoint.config)
-        if not 0 < placement.slots < count_records(checkpoint.config):
-            _log.warning("expert_profile: without effect, as all experts are on the device")
+    if profile is not None and not 0 < placement.slots < count_records(checkpoint.config):
+        _log.warning("expert_profile: without effect, as all experts are on the device")
     lookahead = options.prefetch == "lookahead"
     if not isinstance(programs, StreamedPrograms):
         model = checkpoint.load(options.dtype, put_stored)
@@ -138,7 +137,7 @@ def _start_experts(
             everything = [Record(number, expert) for number, moe in sparse.items() for expert in range(moe.num_experts)]
             _fill_host(host, reader, everything, programs.record_bytes)
         elif host is not None:
-            # What the device has comes back when it leaves there.
+            # What the device has at first is read again should it leave there.
             _fill_host(host, reader, wanted[programs.slots :][:slots], programs.record_bytes)
         pool = DevicePool(programs.layout, programs.slots, programs.insert)
         undo.callback(pool.close)

@@ -1,8 +1,8 @@
 """Which record leaves when a slot is needed. Small objects that know uses and nothing else, neither weights nor tiers.
 
 Time is counted in steps of the model (decode steps and prefill passes) and, within one, in layers. Of an event, a layer
-of a step, a policy hears all uses at once, and before anything leaves for them. The engine and the simulator use the
-same objects.
+of a step, a policy hears all uses at once, and before anything leaves for what it misses; what it uses leaves last. The
+engine and the simulator use the same objects.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ class Policy(Protocol):
     """Watches what is used, and says how much records are worth keeping."""
 
     def seed(self, rates: np.ndarray) -> None:
-        """How often each record was used in earlier runs, float64 `[layers, experts]`, uses a step and at most 1. Comes
-        first, if at all."""
+        """How often records were used in earlier runs, float64 `[layers, experts]`, a part of tokens. Comes first."""
 
     def use(self, step: int, layer: int, experts: np.ndarray) -> None:
         """The layer uses these experts, int `[n]` without repetition, in this step."""
@@ -48,7 +47,8 @@ def lowest(worth: np.ndarray, count: int) -> np.ndarray:
 
 
 def admit(arriving: np.ndarray, held: np.ndarray, margin: float) -> tuple[np.ndarray, np.ndarray]:
-    """Which records get whose slots, where those that get none can as well be computed elsewhere.
+    """Which records get whose slots, where those that get none can as well be computed elsewhere; in the simulator, as
+    the engine computes nothing elsewhere.
 
     All are weighed at once: the one that is worth most against the one that is worth least, the next against the next,
     and it gets that slot if it is worth more than `margin` times as much.

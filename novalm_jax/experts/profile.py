@@ -49,12 +49,8 @@ class ExpertProfile:
     @staticmethod
     def of_trace(trace: Trace) -> ExpertProfile:
         """Counts a trace."""
-        rows, layers, _ = trace.experts.shape
-        counts = np.zeros((layers, trace.num_experts + 1))
-        ids = np.where(trace.experts == NONE, trace.num_experts, trace.experts)
-        for layer in range(layers):
-            np.add.at(counts[layer], ids[:, layer].reshape(-1), 1)
-        return ExpertProfile(trace.name, counts[:, :-1] / rows, rows)
+        rows = len(trace.experts)
+        return ExpertProfile(trace.name, count_choices(trace.experts.swapaxes(0, 1), trace.num_experts) / rows, rows)
 
     def most_used(self) -> list[Record]:
         """All records that were used, the most used ones first. Layers are counted as here."""
@@ -81,6 +77,14 @@ class ExpertProfile:
         return ExpertProfile(self.name, uses, self.tokens)
 
 
+def count_choices(ids: np.ndarray, experts: int) -> np.ndarray:
+    """How often each expert was chosen, int64 `[layers, experts]`: int `ids [layers, b, k]`, `NONE` is nobody."""
+    layers = len(ids)
+    places = np.where(ids == NONE, experts, ids) + (np.arange(layers) * (experts + 1))[:, None, None]
+    counts = np.bincount(places.reshape(-1), minlength=layers * (experts + 1))
+    return counts.reshape(layers, experts + 1)[:, :-1]
+
+
 def read_profile(path: str | Path) -> ExpertProfile:
     """Reads a profile that `write_profile` wrote, or counts a trace.
 
@@ -92,7 +96,7 @@ def read_profile(path: str | Path) -> ExpertProfile:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as held:
             if "uses" in held:
                 return ExpertProfile(path.name, held["uses"].astype(np.float64), int(held["tokens"]))
-    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, EOFError, KeyError, TypeError, ValueError, OverflowError, zipfile.BadZipFile, zlib.error) as error:
         if path.suffix != ".csv":
             raise OptionError(
                 f"expert_profile: {path} is no expert profile: {error}. Give a file that --profile-out wrote, or "

@@ -1,6 +1,7 @@
 """Which experts decode steps use: counted always, and kept as a trace where somebody wants one.
 
-Belongs to the compute thread. Knows rows of a cache and choices; refuses to know requests and files.
+Belongs to the compute thread; others may read the counts. Knows rows of a cache and choices; refuses to know requests
+and files.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from novalm_jax.config import ModelConfig
-from novalm_jax.experts.profile import ExpertProfile
+from novalm_jax.experts.profile import ExpertProfile, count_choices
 from novalm_jax.experts.records import moe_layers
 from novalm_jax.experts.traces import Trace
-from novalm_jax.models.router import NONE
+from novalm_jax.models.router import Routing
 
 MOST_BYTES = 1 << 30
-"""What a trace takes of the host's memory at most; a token of 48 layers that choose 8 experts takes 3 kB."""
+"""Of choices that are kept for a trace at most; a token of 48 layers that choose 8 experts takes 1.5 kB."""
 
 
 class Recorder:
@@ -47,8 +48,6 @@ class Recorder:
         self._keeps_rows = keeps_rows
         experts = max((moe.num_experts for moe in sparse.values()), default=0)
         self.uses = np.zeros((len(sparse), experts), np.int64)
-        # Where a count of each expert begins; one more for choices that are none.
-        self._first = (np.arange(len(sparse)) * (experts + 1))[:, None, None]
         self.tokens = self.left_out = 0
         self._bytes = self._step = self._sequences = 0
         self._sequence_in: dict[int, int] = {}
@@ -59,25 +58,16 @@ class Recorder:
         self._sequence_in[row] = self._sequences
         self._sequences += 1
 
-    def step(self, rows: Sequence[int], ids: np.ndarray, weights: np.ndarray) -> None:
-        """A decode step of these rows.
-
-        Args:
-          rows: of the cache.
-          ids: int `[layers, b, k]`, the experts that they chose, best first; `NONE` where there is none. Padding may
-            follow the rows.
-          weights: float `[layers, b, k]`, of the experts.
-        """
+    def step(self, rows: Sequence[int], chosen: Routing) -> None:
+        """A decode step of these rows of the cache: what its layers chose, `[layers, b, k]`, `NONE` where there is
+        nothing. Padding may follow the rows."""
         count = len(rows)
-        ids = ids[:, :count]
-        layers, experts = self.uses.shape
-        places = np.where(ids == NONE, experts, ids) + self._first
-        counted = np.bincount(places.reshape(-1), minlength=layers * (experts + 1))
-        self.uses += counted.reshape(layers, experts + 1)[:, :-1]
+        ids = np.asarray(chosen.ids)[:, :count]
+        self.uses += count_choices(ids, self.uses.shape[1])
         self.tokens += count
         self._step += 1
         if self._keeps_rows:
-            self._keep(rows, ids, weights[:, :count])
+            self._keep(rows, ids, np.asarray(chosen.weights)[:, :count])
 
     def trace(self) -> Trace | None:
         """All rows that were kept; None where there are none."""

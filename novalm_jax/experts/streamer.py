@@ -62,8 +62,10 @@ class Streamer:
         self._ahead: dict[Record, Fetch] = {}
         self._prefetched: set[Record] = set()
         self._predicted: set[Record] = set()
-        # Slots in the order in which they are given up, found once for each event: without those that were since then.
+        # Slots in the order in which they are given up, found once for each event: without those that were since then;
+        # and those of the event itself that are worth keeping.
         self._order: list[int] = []
+        self._in_use: set[int] = set()
         self.governor = Governor()
         self.steps_without_prefetch = 0
         self.hits = self.misses = self.prefetch_hits = self.prefetch_wasted = self.evictions = 0
@@ -139,7 +141,7 @@ class Streamer:
         kept = set(experts).intersection(experts if kept is None else kept)
         if self._awaited != layer:
             self._awaited = NOWHERE
-        self._order = []
+        self._order, self._in_use = [], set()
         self._absorb(layer, needed)
         slots = {record: self._table.find(record) for record in needed}
         there = {record: slot for record, slot in slots.items() if slot != NOWHERE}
@@ -155,7 +157,9 @@ class Streamer:
             yield self._wave(there)
         # Only now: the device computes, and records are on their way, while the policy thinks.
         self._policy.use(self._step, layer, np.array(sorted(kept), np.int64))
+        # With other worths, what was ranked for prefetches counts no more.
         self._order = []
+        self._in_use = {slot for record, slot in there.items() if record.expert in kept}
         if missing and self._table.empty_slot() is None:
             self._rank(layer)
         # Slots of experts that came for a finished wave alone.
@@ -169,8 +173,11 @@ class Streamer:
                 self._insert(fetch, slot)
                 missing.remove(fetch)
                 wave[fetch.record] = slot
+                if fetch.record.expert in kept:
+                    self._in_use.add(slot)
             yield self._wave(wave)
             free += [slot for record, slot in wave.items() if record.expert not in kept]
+        self._in_use = set()
         # What came for the next layer meanwhile makes room for more of it.
         self._absorb(layer, ())
 
@@ -190,7 +197,7 @@ class Streamer:
         if self._pool.lost:
             # In this order: a table over empty slots would be wrong without a word.
             self._table.clear_all()
-            self._order = []
+            self._order, self._in_use = [], set()
             self._prefetched.clear()
             self._pool.renew()
         self._awaited = NOWHERE
@@ -239,12 +246,13 @@ class Streamer:
         return arrived
 
     def _make_room(self, layer: int, busy: Collection[int]) -> int | None:
-        """An empty slot, if need be after an eviction; None where all are busy. What is to come is evicted last."""
+        """An empty slot, if need be after an eviction; None where all are busy. What the layer uses is evicted last,
+        and so is what the next one may use."""
         slot = self._table.empty_slot()
         if slot is not None:
             return slot
         spared = {self._table.find(record) for record in (*self._prefetched, *self._predicted)} - {NOWHERE}
-        slot = self._leaving(layer, {*busy, *spared})
+        slot = self._leaving(layer, {*busy, *self._in_use, *spared})
         return self._leaving(layer, busy) if slot is None else slot
 
     def _leaving(self, layer: int, but: Collection[int]) -> int | None:

@@ -30,7 +30,8 @@ def stacked(layers: Sequence[Routing], xp: Any = jnp) -> Routing | None:
     most = max(routing.ids.shape[-1] for routing in layers)
 
     def filled(part: Any, value: float) -> Any:
-        return xp.pad(part, ((0, 0), (0, most - part.shape[-1])), constant_values=value)
+        missing = most - part.shape[-1]
+        return xp.pad(part, ((0, 0), (0, missing)), constant_values=value) if missing else part
 
     return Routing(
         xp.stack([filled(routing.ids, NONE) for routing in layers]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     return config
 
 
-def choices(*layers: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+def choices(*layers: list[list[int]]) -> Any:
     """ids `[layers, b, k]`, and weights that say which layer, row and rank they are of."""
     ids = np.array(layers)
-    return ids, np.arange(ids.size, dtype=np.float32).reshape(ids.shape)
+    return SimpleNamespace(ids=ids, weights=np.arange(ids.size, dtype=np.float32).reshape(ids.shape))
 
 
 def recorded(config: ModelConfig) -> Recorder:
@@ -40,11 +41,11 @@ def recorded(config: ModelConfig) -> Recorder:
     recorder = Recorder(config, "a model", record_bytes=99, keeps_rows=True)
     recorder.begin(0)
     # Padding follows the rows that there are.
-    recorder.step([0], *choices([[3, 1], [6, 6]], [[0, 5], [6, 6]]))
+    recorder.step([0], choices([[3, 1], [6, 6]], [[0, 5], [6, 6]]))
     recorder.begin(2)
-    recorder.step([2, 0], *choices([[3, 2], [1, 4]], [[5, NONE], [5, 4]]))
+    recorder.step([2, 0], choices([[3, 2], [1, 4]], [[5, NONE], [5, 4]]))
     recorder.begin(0)
-    recorder.step([0, 2], *choices([[3, 5], [0, 4]], [[5, 1], [5, 3]]))
+    recorder.step([0, 2], choices([[3, 5], [0, 4]], [[5, 1], [5, 3]]))
     return recorder
 
 
@@ -71,7 +72,7 @@ def test_nothing_is_kept_that_nobody_asked_for_nor_more_than_there_is_room_for(c
     assert Recorder(config).trace() is None and Recorder(config).profile() is None
     counting = Recorder(config)
     counting.begin(0)
-    counting.step([0], *choices([[3, 1]], [[0, 5]]))
+    counting.step([0], choices([[3, 1]], [[0, 5]]))
     assert counting.trace() is None and counting.tokens == 1
     # A token takes two layers, two choices, and two numbers of two bytes each.
     monkeypatch.setattr(recorder_module, "MOST_BYTES", 3 * 16)
@@ -109,6 +110,7 @@ def test_a_profile_is_read_as_it_was_written_and_counted_from_a_trace(tmp_path) 
         (None, "No such file"),
         (b"nothing of that kind", "no expert profile"),
         ({"uses": np.zeros((2, 2)), "token": 4}, "tokens"),
+        ({"uses": np.zeros((2, 2)), "tokens": np.inf}, "infinity"),
         ({"uses": np.zeros(3), "tokens": 4}, r"uses is float64 \[3\]"),
         ({"uses": np.full((2, 2), 1.5), "tokens": 4}, "no parts of 1"),
         ({"uses": np.full((2, 2), np.nan), "tokens": 4}, "no parts of 1"),
