@@ -140,8 +140,8 @@ def _decode(command: DecodeCommand) -> None:
 
 
 @dataclass(frozen=True)
-class SweepCommand:
-    """Measure what is left of a resident model's speed: by slots, by speed of the link, and by prefetching."""
+class _SweptCommand:
+    """A model that is run in many ways."""
 
     model: tyro.conf.Positional[str | None] = None
     """Folder of a Hugging Face checkpoint, or the name (org/name) of one in the Hugging Face cache. None: the model in
@@ -150,8 +150,14 @@ class SweepCommand:
     """Write one JSON object in place of a table."""
     debug: bool = False
     """Show tracebacks."""
-    options: tyro.conf.OmitArgPrefixes[SweepOptions] = field(default_factory=SweepOptions)
     routing: tyro.conf.OmitArgPrefixes[RoutingOptions] = field(default_factory=RoutingOptions)
+
+
+@dataclass(frozen=True)
+class SweepCommand(_SweptCommand):
+    """Measure what is left of a resident model's speed: by slots, by speed of the link, and by prefetching."""
+
+    options: tyro.conf.OmitArgPrefixes[SweepOptions] = field(default_factory=SweepOptions)
 
 
 def _sweep(command: SweepCommand) -> None:
@@ -189,18 +195,10 @@ def _policy(command: PolicyCommand) -> None:
 
 
 @dataclass(frozen=True)
-class PlanCommand:
+class PlanCommand(_SweptCommand):
     """Measure whether forecasts of decoding come true: by slots, on a machine that is measured just before."""
 
-    model: tyro.conf.Positional[str | None] = None
-    """Folder of a Hugging Face checkpoint, or the name (org/name) of one in the Hugging Face cache. None: the model in
-    this package."""
-    json: bool = False
-    """Write one JSON object in place of a table."""
-    debug: bool = False
-    """Show tracebacks."""
     options: tyro.conf.OmitArgPrefixes[ComparePlanOptions] = field(default_factory=ComparePlanOptions)
-    routing: tyro.conf.OmitArgPrefixes[RoutingOptions] = field(default_factory=RoutingOptions)
 
 
 def _plan(command: PlanCommand) -> None:

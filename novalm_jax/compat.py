@@ -1,4 +1,5 @@
-"""Everything that depends on the version of JAX or on the platform underneath, so that nothing else does.
+"""Everything that depends on the version of JAX, on the platform underneath or on what else is installed, so that
+nothing else does.
 
 Works with jax 0.10.2 (Python 3.11) and later. Imports JAX inside functions, as the ground floor must stay light.
 """

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,20 +64,29 @@ def _generate(options: GenerateOptions) -> None:
     llm = LLM(options.model, **asdict(options.engine))
     try:
         with llm:
-            try:
+            with _reported(llm, options):
                 if options.interactive:
                     _converse(llm, options)
                 else:
                     inputs = [_as_chat(llm, options, prompt) for prompt in prompts] if options.chat else prompts
                     _complete(llm, options, inputs)
-            finally:
-                # After Ctrl-C, too.
-                if options.report:
-                    print(llm.report(), file=sys.stderr)
     finally:
         for file in llm.files:
             if file.written is not None:
                 print(f"{file.option}: {file.written}", file=sys.stderr)
+
+
+@contextmanager
+def _reported(llm: LLM, options: GenerateOptions) -> Iterator[None]:
+    """The report at the end, if it is asked for; after Ctrl-C, too."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if options.report:
+            print(llm.report(), file=sys.stderr)
+        raise
+    if options.report:
+        print(llm.report(), file=sys.stderr)
 
 
 def _prompts(options: GenerateOptions) -> list[str]:

@@ -31,7 +31,7 @@ class SimulateCommand:
     plot: Path | None = None
     """File (.png, .svg or .pdf) for a picture of hits by slots (needs matplotlib, which the notebook extra brings)."""
     profile_out: Path | None = None
-    """File (.npz) for how often the trace uses each expert, for --expert-profile."""
+    """File (.npz) for how often the whole trace uses each expert, for --expert-profile."""
     json: bool = False
     """Write one JSON object in place of a table."""
     debug: bool = False
@@ -42,6 +42,7 @@ class SimulateCommand:
 
 def _simulate(command: SimulateCommand) -> None:
     # Only now, so that --help and mistakes in the options are answered at once.
+    from novalm_jax.checkpoint.atomic import check_file
     from novalm_jax.experts.pictures import check_picture, save_picture
     from novalm_jax.experts.profile import ExpertProfile, write_profile
     from novalm_jax.experts.simulation import simulate
@@ -65,6 +66,8 @@ def _simulate(command: SimulateCommand) -> None:
         return
     if command.plot is not None:
         check_picture("plot", command.plot)
+    if command.profile_out is not None:
+        check_file(command.profile_out, "profile_out")
     trace = read_trace(str(command.trace), "trace")
     figures = simulate(trace, command.options, curve=command.json or command.plot is not None)
     if command.plot is not None:

@@ -70,7 +70,7 @@ class PolicyCosts:
         return asdict(self) | {"costs": [asdict(cost) | {"part": cost.part} for cost in self.costs]}
 
     def __str__(self) -> str:
-        heads = ("policy", "slots", "hits", "ms", "least", "most", "step", "of it")
+        heads = ("policy", "slots", "hits", "ms", "least", "most", "step", "share of it")
         rows = [heads, *(cost.columns() for cost in self.costs)]
         # Without a link nothing is known of a whole step.
         columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
@@ -104,12 +104,12 @@ def measure_policies(trace: Trace, options: SimulateOptions, how: PolicyBenchOpt
         for cache, times in turns if number % 2 == 0 else reversed(turns):
             times.append(_run(cache, setting, range(start, start + how.steps)) / how.steps)
     costs = []
-    for (name, slots), cache, earlier, times in zip(cells, caches, before, seconds, strict=True):
+    for (name, _), cache, earlier, times in zip(cells, caches, before, seconds, strict=True):
         found = cache.counted()
         needed, missed = (found.needed - earlier.needed).sum(), (found.missed - earlier.missed).sum()
         step = setting.step_ms((found.uploads - earlier.uploads) / (how.rounds * how.steps))
         costs.append(
-            Cost(name, slots, float(1 - missed / needed), tuple(times), None if step is None else step[1] / 1e3)
+            Cost(name, found.slots, float(1 - missed / needed), tuple(times), None if step is None else step[1] / 1e3)
         )
     return PolicyCosts(trace.name, *setting.shape, how, tuple(costs))
 

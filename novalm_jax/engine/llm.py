@@ -255,7 +255,7 @@ class LLM:
             ignored_tensors=self._checkpoint.weights.ignored,
             sampling_defaults=self._defaults.sampling(),
             policy=self.options.policy if placement.slots else "in turn" if placement.dense else "resident",
-            experts=self._executor.expert_use() if moe_layers(self.config) else None,
+            experts=self._executor.expert_map() if moe_layers(self.config) else None,
             **self._executor.figures(),
         )
 

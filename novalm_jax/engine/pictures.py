@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from novalm_jax.experts.use import DEVICE, HOST, ExpertUse
+from novalm_jax.experts.expert_map import DEVICE, HOST, ExpertMap
 from novalm_jax.timeline import Timeline, Track
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MIB = 2**20
 
 
-def draw_experts(use: ExpertUse, axes: Axes) -> None:
+def draw_experts(use: ExpertMap, axes: Axes) -> None:
     """A tile for each expert of each layer: the part of decoded tokens that chose it, with a large dot where it is on
     the device and a small one where it is in host memory."""
     parts = np.where(use.tiers < 0, np.nan, use.uses / max(use.tokens, 1))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from novalm_jax.compat import require_matplotlib
 from novalm_jax.engine.pictures import draw_experts, draw_memory, draw_needed
 from novalm_jax.errors import some
-from novalm_jax.experts.use import ExpertUse
+from novalm_jax.experts.expert_map import ExpertMap
 from novalm_jax.units import format_size
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Report:
     device_table: dict[str, int] = field(default_factory=dict)
     ignored_tensors: tuple[str, ...] = ()
     sampling_defaults: dict[str, float] = field(default_factory=dict)
-    experts: ExpertUse | None = field(default=None, repr=False, compare=False)
+    experts: ExpertMap | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """All figures by name, ready for JSON."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from novalm_jax.checkpoint.atomic import check_file, write_whole
@@ -42,6 +43,7 @@ class RunFile:
         self._write = write
         self._writing = threading.Lock()
         self.written: Path | None = None
+        self._done = False
 
     def write(self) -> None:
         """Writes the file, unless it is written.
@@ -50,8 +52,13 @@ class RunFile:
           WriteError: it cannot be written.
         """
         with self._writing:
-            if self.written is None and self._write(self._path):
+            if self._done:
+                return
+            if self._write(self._path):
                 self.written = self._path
+            else:
+                _log.warning("%s: no token was decoded after a prompt, so that there is nothing to write", self.option)
+            self._done = True
 
 
 def run_files(options: EngineOptions, timeline: Timeline | None, recorder: Recorder) -> tuple[RunFile, ...]:
@@ -62,54 +69,37 @@ def run_files(options: EngineOptions, timeline: Timeline | None, recorder: Recor
     """
     files = []
     if options.timeline is not None and timeline is not None:
-        files.append(_timeline_file(options.timeline, timeline))
-    for name, path, make in (
-        ("trace_out", options.trace_out, _trace_file),
-        ("profile_out", options.profile_out, _profile_file),
+        files.append(RunFile("timeline", options.timeline, partial(_write_timeline, timeline)))
+    for name, path, write in (
+        ("trace_out", options.trace_out, _write_trace),
+        ("profile_out", options.profile_out, _write_profile),
     ):
         if path is not None:
             if not recorder.uses.size:
                 raise OptionError(
                     f"{name}: this model has no routed experts, and so no choices to write. Leave it out."
                 )
-            files.append(make(path, recorder))
+            files.append(RunFile(name, path, partial(write, recorder)))
     return tuple(files)
 
 
-def _timeline_file(path: Path, timeline: Timeline) -> RunFile:
-    def write(place: Path) -> bool:
-        if left_out := timeline.left_out:
-            listed = ", ".join(f"{count:,} of {track}" for track, count in left_out.items())
-            _log.warning("The timeline is full and lacks the last spans: %s. Trace a shorter run.", listed)
-        write_whole(place, timeline.to_json())
-        return True
-
-    return RunFile("timeline", path, write)
+def _write_timeline(timeline: Timeline, place: Path) -> bool:
+    if left_out := timeline.left_out:
+        listed = ", ".join(f"{count:,} of {track}" for track, count in left_out.items())
+        _log.warning("The timeline is full and lacks the last spans: %s. Trace a shorter run.", listed)
+    write_whole(place, timeline.to_json())
+    return True
 
 
-def _trace_file(path: Path, recorder: Recorder) -> RunFile:
-    def write(place: Path) -> bool:
-        if recorder.left_out:
-            _log.warning("The trace is full and lacks the last %d tokens. Record a shorter run.", recorder.left_out)
-        trace = recorder.trace()
-        if trace is not None:
-            write_trace(trace, place)
-        return _was_there("trace_out", trace)
-
-    return RunFile("trace_out", path, write)
+def _write_trace(recorder: Recorder, place: Path) -> bool:
+    if recorder.left_out:
+        _log.warning("The trace is full and lacks the last %d tokens. Record a shorter run.", recorder.left_out)
+    if (trace := recorder.trace()) is not None:
+        write_trace(trace, place)
+    return trace is not None
 
 
-def _profile_file(path: Path, recorder: Recorder) -> RunFile:
-    def write(place: Path) -> bool:
-        profile = recorder.profile()
-        if profile is not None:
-            write_profile(profile, place)
-        return _was_there("profile_out", profile)
-
-    return RunFile("profile_out", path, write)
-
-
-def _was_there(option: str, made: object) -> bool:
-    if made is None:
-        _log.warning("%s: no token was decoded after a prompt, so that there is nothing to write", option)
-    return made is not None
+def _write_profile(recorder: Recorder, place: Path) -> bool:
+    if (profile := recorder.profile()) is not None:
+        write_profile(profile, place)
+    return profile is not None

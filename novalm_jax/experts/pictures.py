@@ -9,7 +9,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from novalm_jax.checkpoint.atomic import write_whole
+from novalm_jax.checkpoint.atomic import check_file, write_whole
 from novalm_jax.compat import require_matplotlib
 from novalm_jax.errors import OptionError
 from novalm_jax.experts.simulation import Simulation
@@ -25,11 +25,13 @@ def check_picture(option: str, path: Path) -> None:
     """Refuses what cannot be drawn, before anything is computed for it.
 
     Raises:
-      OptionError: matplotlib is not installed, or the name says no kind of picture. `option` is the one to blame.
+      OptionError: matplotlib is not installed, the name says no kind of picture, or no file can be written there.
+        `option` is the one to blame.
     """
     if path.suffix not in SUFFIXES:
         raise OptionError(f"{option}: {path} ends in none of {', '.join(SUFFIXES)}; give a file that does.")
     require_matplotlib(option)
+    check_file(path, option)
 
 
 def save_picture(simulation: Simulation, path: Path) -> None:

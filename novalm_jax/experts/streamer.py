@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from novalm_jax.experts.expert_map import DEVICE, DISK, HOST
 from novalm_jax.experts.fetcher import Fetch, Fetcher
 from novalm_jax.experts.governor import Governor
 from novalm_jax.experts.policy import Policy, lowest
 from novalm_jax.experts.pools import DevicePool
 from novalm_jax.experts.records import Record, record_span
 from novalm_jax.experts.slots import NOWHERE, SlotTable
-from novalm_jax.experts.use import DEVICE, DISK, HOST
 from novalm_jax.timeline import Timeline, span
 
 

@@ -14,7 +14,7 @@ from novalm_jax import LLM
 from novalm_jax.engine.pictures import draw_experts, draw_needed, draw_timeline
 from novalm_jax.engine.report import Report
 from novalm_jax.errors import OptionError
-from novalm_jax.experts.use import DEVICE, DISK, HOST, ExpertUse
+from novalm_jax.experts.expert_map import DEVICE, DISK, HOST, ExpertMap
 from novalm_jax.timeline import Timeline
 from streamed_model import CHOSEN, EXPERTS, GREEDY, IDS, LAYERS, OPTIONS, record_size, streamed
 from tiny_checkpoints import tiny_checkpoint
@@ -29,7 +29,7 @@ def dots(axes: Any) -> dict[str, set[tuple[int, int]]]:
 def test_tiles_are_the_part_of_tokens_and_dots_the_tiers() -> None:
     tiers = np.array([[DEVICE, DISK, HOST], [DISK, DEVICE, -1]], np.int8)
     axes = Figure().subplots()
-    draw_experts(ExpertUse(np.array([1, 4]), np.array([[2, 0, 1], [0, 4, 0]]), tiers, 4), axes)
+    draw_experts(ExpertMap(np.array([1, 4]), np.array([[2, 0, 1], [0, 4, 0]]), tiers, 4), axes)
     shown = np.ma.filled(axes.images[0].get_array(), np.nan)
     np.testing.assert_array_equal(shown, [[0.5, 0.0, 0.25], [0.0, 1.0, np.nan]])
     assert dots(axes) == {"on the device": {(0, 0), (1, 1)}, "in host memory": {(0, 2)}}

@@ -11,7 +11,7 @@ DISK, HOST, DEVICE = range(3)
 
 
 @dataclass(frozen=True)
-class ExpertUse:
+class ExpertMap:
     """All experts at one moment. Layers are those with experts.
 
     Attributes:
