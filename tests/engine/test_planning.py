@@ -181,9 +181,9 @@ def test_the_command(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture
     assert figures["cost_per_million_tokens"]["decode"] == pytest.approx(2.5 / 3600 / decode["tokens_per_second"] * 1e6)
     assert decode["bottleneck"] == "link" and decode["parts"]["link"] == pytest.approx(96 * 9 * 2**20 / 2.5e10)
     assert figures["command"][:5] == ["python", "-m", "novalm_jax.generate", "--model", "MODEL"]
-    assert plan.main([str(path), *MEMORY, "--price", "2.5", "--experts-dtype", "int4"]) == 0
+    assert plan.main([str(path), *MEMORY, "--price", "2.5", "--experts-dtype", "int8"]) == 0
     text = capsys.readouterr().out
-    for part in ("NOT LOADED BY THIS VERSION: experts in int4", "for a million tokens", "assumed", "made-up routing"):
+    for part in ("NOT LOADED BY THIS VERSION: experts in int8", "for a million tokens", "assumed", "made-up routing"):
         assert part in text
     assert "\nrun " not in text
     assert plan.main([str(folder), "--device-memory", "1GiB", "--host-memory", "0"]) == 0
