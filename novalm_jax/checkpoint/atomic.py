@@ -84,7 +84,7 @@ def check_file(path: str | Path, name: str) -> Path:
         with open(unfinished, "wb"):
             pass
         os.unlink(unfinished)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise OptionError(f"{name}: {path} cannot be written: {reason_of(error)}. Give another one.") from None
     return place
 
@@ -102,7 +102,11 @@ def write_whole(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-    except OSError as error:
+    except BaseException as error:
+        with suppress(OSError):
+            os.unlink(unfinished)
+        if not isinstance(error, OSError):
+            raise
         raise WriteError(f"{path} cannot be written: {reason_of(error)}.") from error
 
 

@@ -148,7 +148,7 @@ class Executor(ABC):
             moe = self._layers[number].feed_forward
             assert isinstance(moe, MoEConfig)
             row[moe.num_experts :] = -1
-        return ExpertMap(recorder.layers, recorder.uses.copy(), tiers, recorder.tokens)
+        return ExpertMap(recorder.layers, recorder.uses, tiers, recorder.tokens)
 
     @abstractmethod
     def close(self) -> None:

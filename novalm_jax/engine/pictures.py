@@ -29,7 +29,8 @@ def draw_experts(use: ExpertMap, axes: Axes) -> None:
         if len(rows):
             axes.scatter(experts, rows, s=size, color="tab:blue", label=label)
     axes.set(xlabel="expert", ylabel="layer", yticks=range(len(use.layers)), yticklabels=use.layers)
-    axes.legend(loc="upper left", bbox_to_anchor=(0, -0.15), ncols=2, fontsize="small", frameon=False)
+    if axes.collections:
+        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.15), ncols=2, fontsize="small", frameon=False)
     axes.figure.colorbar(image, ax=axes, label=f"part of {use.tokens} tokens")
 
 

@@ -60,6 +60,8 @@ def draw_hits(simulation: Simulation, axes: Axes) -> None:
         cells = sorted((cell for cell in simulation.cells if cell.policy == policy), key=lambda cell: cell.slots)
         shares = [100 * cell.slots / records for cell in cells]
         axes.plot(shares, [100 * cell.hit_rate for cell in cells], "o--", ms=4, lw=0.7, label=policy)
-    axes.set(xlabel="slots (% of all experts)", ylabel="hits (%)", title=simulation.trace, xlim=(0, 100), ylim=(0, 100))
+    axes.set(xlabel="slots (% of all experts)", ylabel="hits (%)", xlim=(0, 100), ylim=(0, 100))
+    # A file may be called like a formula.
+    axes.set_title(simulation.trace, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -5,17 +5,14 @@ Knows files and counts. Refuses to know what is done with them.
 
 from __future__ import annotations
 
-import io
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from novalm_jax.checkpoint.atomic import write_whole
 from novalm_jax.config import ModelConfig
 from novalm_jax.errors import OptionError
+from novalm_jax.experts.array_files import UNREADABLE, read_arrays, write_arrays
 from novalm_jax.experts.records import Record, moe_layers
 from novalm_jax.experts.traces import Trace, read_trace
 from novalm_jax.models.router import NONE
@@ -43,8 +40,10 @@ class ExpertProfile:
         """
         if self.uses.ndim != 2 or not self.uses.size or not np.issubdtype(self.uses.dtype, np.floating):
             raise ValueError(f"uses is {self.uses.dtype} {list(self.uses.shape)}")
-        if not ((self.uses >= 0) & (self.uses <= 1)).all():
-            raise ValueError("uses has numbers that are no parts of 1")
+        if not ((self.uses >= 0) & (self.uses <= 1)).all() or not self.uses.any():
+            raise ValueError("uses has numbers that are no parts of 1, or nothing else than 0")
+        if self.tokens < 1:
+            raise ValueError(f"tokens is {self.tokens}")
 
     @staticmethod
     def of_trace(trace: Trace) -> ExpertProfile:
@@ -73,7 +72,8 @@ class ExpertProfile:
                 f"{max(experts, default=0)}. Give a profile of the same model."
             )
         uses = np.zeros((len(config.layers), self.uses.shape[1]))
-        uses[list(sparse)] = self.uses
+        for row, (number, moe) in zip(self.uses, sparse.items(), strict=True):
+            uses[number, : moe.num_experts] = row[: moe.num_experts]
         return ExpertProfile(self.name, uses, self.tokens)
 
 
@@ -93,15 +93,14 @@ def read_profile(path: str | Path) -> ExpertProfile:
     """
     path = Path(path)
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as held:
-            if "uses" in held:
-                return ExpertProfile(path.name, held["uses"].astype(np.float64), int(held["tokens"]))
-    except (OSError, EOFError, KeyError, TypeError, ValueError, OverflowError, zipfile.BadZipFile, zlib.error) as error:
-        if path.suffix != ".csv":
-            raise OptionError(
-                f"expert_profile: {path} is no expert profile: {error}. Give a file that --profile-out wrote, or "
-                "recorded routing."
-            ) from error
+        held = read_arrays(path, ("uses", "tokens")) if path.suffix != ".csv" else {}
+        if "uses" in held:
+            return ExpertProfile(path.name, held["uses"], int(held["tokens"]))
+    except UNREADABLE as error:
+        raise OptionError(
+            f"expert_profile: {path} is no expert profile: {error}. Give a file that --profile-out wrote, or recorded "
+            "routing."
+        ) from error
     return ExpertProfile.of_trace(read_trace(path, "expert_profile"))
 
 
@@ -111,6 +110,4 @@ def write_profile(profile: ExpertProfile, path: Path) -> None:
     Raises:
       WriteError: it cannot be written.
     """
-    packed = io.BytesIO()
-    np.savez_compressed(packed, uses=profile.uses, tokens=profile.tokens)
-    write_whole(path, packed.getvalue())
+    write_arrays(path, {"uses": profile.uses, "tokens": profile.tokens})

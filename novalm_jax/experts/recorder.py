@@ -7,6 +7,7 @@ and files.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +17,22 @@ from novalm_jax.experts.records import moe_layers
 from novalm_jax.experts.traces import Trace
 from novalm_jax.models.router import Routing
 
+_Kept = tuple[np.ndarray, np.ndarray, np.ndarray, int]
+"""Experts and weights of a step, `[b, layers, k]` each, sequences `[b]`, and the number of the step."""
+
 MOST_BYTES = 1 << 30
 """Of choices that are kept for a trace at most; a token of 48 layers that choose 8 experts takes 1.5 kB."""
+
+
+class _Counted(NamedTuple):
+    """What steps have left so far, changed as a whole: an interrupt can come between any two instructions."""
+
+    uses: np.ndarray
+    tokens: int = 0
+    steps: int = 0
+    kept: int = 0
+    bytes: int = 0
+    left_out: int = 0
 
 
 class Recorder:
@@ -25,9 +40,6 @@ class Recorder:
 
     Attributes:
       layers: int64 `[layers]`, the numbers of the model's layers that have experts.
-      uses: int64 `[layers, experts]`, rows that chose each expert.
-      tokens: rows that were counted.
-      left_out: rows that the trace lacks, since it is full.
     """
 
     def __init__(
@@ -47,11 +59,25 @@ class Recorder:
         self._record_bytes = record_bytes
         self._keeps_rows = keeps_rows
         experts = max((moe.num_experts for moe in sparse.values()), default=0)
-        self.uses = np.zeros((len(sparse), experts), np.int64)
-        self.tokens = self.left_out = 0
-        self._bytes = self._step = self._sequences = 0
+        self._counted = _Counted(np.zeros((len(sparse), experts), np.int64))
+        self._sequences = 0
         self._sequence_in: dict[int, int] = {}
-        self._kept: list[tuple[np.ndarray, np.ndarray, np.ndarray, int]] = []
+        self._kept: list[_Kept] = []
+
+    @property
+    def uses(self) -> np.ndarray:
+        """int64 `[layers, experts]`, rows that chose each expert."""
+        return self._counted.uses
+
+    @property
+    def tokens(self) -> int:
+        """Rows that were counted."""
+        return self._counted.tokens
+
+    @property
+    def left_out(self) -> int:
+        """Rows that the trace lacks, since it is full."""
+        return self._counted.left_out
 
     def begin(self, row: int) -> None:
         """Another sequence has this row of the cache from now on."""
@@ -61,19 +87,23 @@ class Recorder:
     def step(self, rows: Sequence[int], chosen: Routing) -> None:
         """A decode step of these rows of the cache: what its layers chose, `[layers, b, k]`, `NONE` where there is
         nothing. Padding may follow the rows."""
-        count = len(rows)
+        before, count = self._counted, len(rows)
         ids = np.asarray(chosen.ids)[:, :count]
-        self.uses += count_choices(ids, self.uses.shape[1])
-        self.tokens += count
-        self._step += 1
+        after = before._replace(
+            uses=before.uses + count_choices(ids, before.uses.shape[1]),
+            tokens=before.tokens + count,
+            steps=before.steps + 1,
+        )
         if self._keeps_rows:
-            self._keep(rows, ids, np.asarray(chosen.weights)[:, :count])
+            after = self._keep(after, rows, ids, np.asarray(chosen.weights)[:, :count])
+        self._counted = after
 
     def trace(self) -> Trace | None:
         """All rows that were kept; None where there are none."""
-        if not self._kept:
+        kept = self._kept[: self._counted.kept]
+        if not kept:
             return None
-        experts, weights, sequences, steps = zip(*self._kept, strict=True)
+        experts, weights, sequences, steps = zip(*kept, strict=True)
         return Trace(
             name=self._name,
             experts=np.concatenate(experts),
@@ -87,15 +117,18 @@ class Recorder:
 
     def profile(self) -> ExpertProfile | None:
         """How often each expert was used; None where nothing was decoded."""
-        return (
-            ExpertProfile(self._name, self.uses / self.tokens, self.tokens) if self.tokens and self.uses.size else None
-        )
+        counted = self._counted
+        if not counted.tokens or not counted.uses.size:
+            return None
+        return ExpertProfile(self._name, counted.uses / counted.tokens, counted.tokens)
 
-    def _keep(self, rows: Sequence[int], ids: np.ndarray, weights: np.ndarray) -> None:
+    def _keep(self, counted: _Counted, rows: Sequence[int], ids: np.ndarray, weights: np.ndarray) -> _Counted:
         # Experts are few, and the weights are there to be looked at.
         experts, weights = ids.swapaxes(0, 1).astype(np.int16), weights.swapaxes(0, 1).astype(np.float16)
-        self._bytes += experts.nbytes + weights.nbytes
-        if self._bytes > MOST_BYTES:
-            self.left_out += len(rows)
-            return
-        self._kept.append((experts, weights, np.array([self._sequence_in[row] for row in rows]), self._step))
+        size = counted.bytes + experts.nbytes + weights.nbytes
+        if size > MOST_BYTES:
+            return counted._replace(left_out=counted.left_out + len(rows))
+        sequences = np.array([self._sequence_in[row] for row in rows])
+        # In place of what a step left that was broken off.
+        self._kept[counted.kept :] = [(experts, weights, sequences, counted.steps)]
+        return counted._replace(bytes=size, kept=counted.kept + 1)

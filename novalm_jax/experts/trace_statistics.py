@@ -50,8 +50,9 @@ class TraceStatistics:
     recall: float
 
     def to_dict(self) -> dict[str, Any]:
-        """All of them by name, ready for JSON."""
-        return vars(self) | {"reuse_by_layer": self.reuse_by_layer.tolist()}
+        """All of them by name, ready for JSON: None for what a trace is too short to say."""
+        known = vars(self) | {"reuse_by_layer": self.reuse_by_layer.tolist()}
+        return {name: _known(value) for name, value in known.items()}
 
     def __str__(self) -> str:
         def listed(values: Mapping[Any, float], unit: str) -> str:
@@ -70,6 +71,12 @@ class TraceStatistics:
         return "\n".join(f"{name:<10} {value}" for name, value in rows)
 
 
+def _known(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _known(each) for key, each in value.items()}
+    return None if isinstance(value, float) and np.isnan(value) else value
+
+
 def statistics_of(trace: Trace) -> TraceStatistics:
     """Computes all of them, from a trace of one token a step or of several."""
     used = _used(trace)
@@ -82,11 +89,11 @@ def statistics_of(trace: Trace) -> TraceStatistics:
     return TraceStatistics(
         reuse={lag: float(by_layer.mean()) for lag, by_layer in reuse.items()},
         reuse_by_layer=reuse[1],
-        overlap=float(overlaps.mean()),
+        overlap=float(overlaps.mean()) if overlaps.size else float("nan"),
         share=_shares([counts]),
         share_in_sequence=_shares([part.sum(axis=0) for part in sequences if len(part) >= 32]),
         distinct={window: _distinct(sequences, window) for window in WINDOWS},
-        entropy=float((-(chosen * logs).sum(axis=1) / np.log(trace.num_experts)).mean()),
+        entropy=float((-(chosen * logs).sum(axis=1) / np.log(max(2, trace.num_experts))).mean()),
         recall=_recall(used),
     )
 

@@ -7,9 +7,7 @@ does with it.
 from __future__ import annotations
 
 import csv
-import io
-import zipfile
-import zlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from novalm_jax.checkpoint.atomic import write_whole
 from novalm_jax.config import ModelConfig
 from novalm_jax.errors import OptionError
+from novalm_jax.experts.array_files import UNREADABLE, read_arrays, write_arrays
 from novalm_jax.experts.records import moe_layers
 from novalm_jax.models.router import NONE
 
 _COLUMNS = ("turn", "phase", "step", "layer", "slot", "expert")
+_MOST_EXPERTS = 100_000
+"""Of a layer; a number beyond is a mistake, and tables of so many would take all memory."""
+
 _DECODE = 1  # in the column phase; 0 are prompts
 _OPTIONAL = ("weights", "sequence", "step", "layers", "num_experts", "record_bytes")
 
@@ -67,12 +68,20 @@ class Trace:
         ):
             if values is not None and values.shape != shape:
                 raise ValueError(f"{name} is {list(values.shape)} and experts {list(self.experts.shape)}")
-        if (np.diff(self.step) < 0).any():
+            kind = np.floating if name == "weights" else np.integer
+            if values is not None and not np.issubdtype(values.dtype, kind):
+                raise ValueError(f"{name} is {values.dtype}")
+        if (self.step[1:] < self.step[:-1]).any():
             raise ValueError("its steps are not in order")
-        if self.experts.max() >= self.num_experts:
-            raise ValueError(f"it has expert {self.experts.max()}, and num_experts is {self.num_experts}")
+        if self.record_bytes is not None and self.record_bytes < 1:
+            raise ValueError(f"record_bytes is {self.record_bytes}")
+        ranked = np.sort(self.experts, axis=2)
+        if ((ranked[:, :, 1:] == ranked[:, :, :-1]) & (ranked[:, :, 1:] != NONE)).any():
+            raise ValueError("a token has the same expert twice in a layer")
         if (self.experts[:, :, 0] == NONE).any():
             raise ValueError("in some layer a token has no expert")
+        if not self.experts.max() < self.num_experts <= _MOST_EXPERTS:
+            raise ValueError(f"it has expert {self.experts.max()}, and num_experts is {self.num_experts}")
 
     @staticmethod
     def of_rows(name: str, experts: np.ndarray, lengths: np.ndarray | None = None, **more: Any) -> Trace:
@@ -157,7 +166,7 @@ def read_trace(path: str | Path, option: str = "routing") -> Trace:
         if path.suffix not in readers:
             raise ValueError("its name ends in neither .npz nor .csv")
         return readers[path.suffix](path)
-    except (OSError, EOFError, KeyError, TypeError, ValueError, csv.Error, zipfile.BadZipFile, zlib.error) as error:
+    except UNREADABLE as error:
         raise OptionError(
             f"{option}: {path} is no recorded routing: {error}. Give an .npz file with the experts of each token as an "
             f"integer array experts [tokens, layers, k], or a .csv file with the columns {', '.join(_COLUMNS)}."
@@ -171,9 +180,7 @@ def write_trace(trace: Trace, path: Path) -> None:
       WriteError: it cannot be written.
     """
     arrays = {"experts": trace.experts} | {name: getattr(trace, name) for name in _OPTIONAL}
-    packed = io.BytesIO()
-    np.savez_compressed(packed, **{name: value for name, value in arrays.items() if value is not None})
-    write_whole(path, packed.getvalue())
+    write_arrays(path, {name: value for name, value in arrays.items() if value is not None})
 
 
 def _shape(experts: np.ndarray) -> tuple[int, int, int]:
@@ -184,10 +191,8 @@ def _shape(experts: np.ndarray) -> tuple[int, int, int]:
 
 
 def _read_arrays(path: Path) -> Trace:
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as held:
-        experts: np.ndarray = held["experts"]
-        parts: dict[str, Any] = {name: held[name] for name in _OPTIONAL if name in held}
-        lengths = held["seq_len"] if "seq_len" in held else None
+    parts: dict[str, Any] = read_arrays(path, ("experts", "seq_len", *_OPTIONAL))
+    experts, lengths = parts.pop("experts"), parts.pop("seq_len", None)
     for name in ("num_experts", "record_bytes"):
         if name in parts:
             parts[name] = int(parts[name])
@@ -204,9 +209,13 @@ def _read_table(path: Path) -> Trace:
     expert = decode[:, 5]
     # Turn and step are a token.
     axes = [np.unique(decode[:, key], axis=0, return_inverse=True)[1].reshape(-1) for key in ([0, 2], [3], [4])]
-    experts = np.full([axis.max(initial=-1) + 1 for axis in axes], NONE)
+    shape = [int(axis.max(initial=-1)) + 1 for axis in axes]
+    # Asked before anything of this size is made.
+    if math.prod(shape) != len(expert) or (expert < 0).any():
+        raise ValueError("the layers of its decode steps do not all have the same number of experts")
+    experts = np.full(shape, NONE)
     experts[tuple(axes)] = expert
-    if experts.size != len(expert) or (experts < 0).any():
+    if (experts < 0).any():
         raise ValueError("the layers of its decode steps do not all have the same number of experts")
     turns = np.unique(decode[:, [0, 2]], axis=0)[:, 0]
     lengths = np.unique(turns, return_counts=True)[1]

@@ -9,6 +9,8 @@ from typing import Literal, get_args
 from novalm_jax.errors import OptionError
 from novalm_jax.options.checks import Checked, PolicyName, no_more_choices_than_experts, one_of, shown, size_of
 
+_MOST_SCORES = 2**31
+
 
 @dataclass(frozen=True)
 class RoutingOptions(Checked):
@@ -153,3 +155,8 @@ class MakeTraceOptions(Checked):
         self._whole("experts", 1, 2**15)
         self._whole("seed", 0, 2**31 - 1)
         no_more_choices_than_experts(self.experts_per_token, self.experts)
+        if self.layers * self.experts * self.sequences * self.tokens > _MOST_SCORES:
+            asked = f"{self.layers} x {self.experts} x {self.sequences} x {self.tokens}"
+            raise OptionError(
+                f"tokens: {asked} are more than {_MOST_SCORES} scores to draw. Give fewer, or less layers."
+            )

@@ -81,6 +81,27 @@ def test_nothing_is_kept_that_nobody_asked_for_nor_more_than_there_is_room_for(c
     assert trace is not None and len(trace.step) == 3 and full.left_out == 2 and full.tokens == 5
 
 
+@pytest.mark.parametrize("place", ["count_choices", "_keep", "_replace"])
+def test_a_step_that_is_broken_off_leaves_no_part_of_it(config, monkeypatch, place) -> None:
+    recorder = recorded(config)
+    before = recorder.uses.tolist(), recorder.tokens
+    trace = recorder.trace()
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        holder = {"count_choices": recorder_module, "_keep": Recorder, "_replace": recorder_module._Counted}[place]
+        patch.setattr(holder, place, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            recorder.step([0], choices([[3, 1]], [[0, 5]]))
+    assert (recorder.uses.tolist(), recorder.tokens) == before
+    recorder.step([0], choices([[3, 1]], [[0, 5]]))
+    after = recorder.trace()
+    assert trace is not None and after is not None and len(after.step) == len(trace.step) + 1 == recorder.tokens
+    np.testing.assert_array_equal(recorder.uses, ExpertProfile.of_trace(after).uses * recorder.tokens)
+
+
 # --- profiles --------------------------------------------------------------------------------------------------------
 
 
@@ -91,7 +112,7 @@ def test_a_profile_of_a_model_has_all_of_its_layers(config) -> None:
     best = [Record(2, 5), Record(0, 2), Record(2, 1), Record(2, 4), Record(0, 3), Record(0, 0)]
     assert profile.most_used() == best
     with pytest.raises(OptionError, match="has 3 layers of 6 experts, and the model 2 of 6"):
-        ExpertProfile("other", np.zeros((3, 6)), 1).of_model(config)
+        ExpertProfile("other", np.ones((3, 6)), 1).of_model(config)
 
 
 def test_a_profile_is_read_as_it_was_written_and_counted_from_a_trace(tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from novalm_jax.errors import OptionError
+from novalm_jax.experts import array_files
+from novalm_jax.experts.profile import read_profile
 from novalm_jax.experts.traces import NONE, Trace, read_trace, write_trace
 
 
@@ -66,6 +69,15 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "order.npz": ({"experts": np.zeros((2, 1, 1), int), "step": np.array([1, 0])}, "not in order"),
     "sequences.npz": ({"experts": np.zeros((2, 1, 1), int), "sequence": np.zeros(3, int)}, r"sequence is \[3\]"),
     "few.npz": ({"experts": np.full((2, 1, 1), 7), "num_experts": 7}, "it has expert 7, and num_experts is 7"),
+    "many.npz": ({"experts": np.zeros((2, 1, 1), int), "num_experts": 10**10}, "num_experts is 10000000000"),
+    "endless.npz": ({"experts": np.zeros((2, 1, 1), int), "num_experts": np.inf}, "infinity"),
+    "far.npz": ({"experts": np.full((2, 1, 1), 2**64 - 1, np.uint64)}, "it has expert 18446744073709551615"),
+    "same.npz": ({"experts": np.ones((2, 1, 2), int)}, "same expert twice"),
+    "falling.npz": ({"experts": np.zeros((2, 1, 1), int), "step": np.array([3, 2], np.uint8)}, "not in order"),
+    "named.npz": ({"experts": np.zeros((2, 1, 1), int), "sequence": np.array(["a", "b"])}, "sequence is <U1"),
+    "weights.npz": ({"experts": np.zeros((2, 1, 1), int), "weights": np.ones((2, 1, 1), int)}, "weights is int64"),
+    "light.npz": ({"experts": np.zeros((2, 1, 1), int), "record_bytes": 0}, "record_bytes is 0"),
+    "large.npz": ({"experts": np.zeros((500, 1, 1), int)}, "experts takes 4128 bytes, and 4096 are the most"),
     "pickled.npz": ({"experts": np.array([[["x"]]], object)}, "pickle"),
     "noise.npz": (b"PK\x03\x04" + bytes(50), "zip"),
     "plain.npz": (np.zeros(3), ""),
@@ -75,12 +87,18 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "bytes.csv": (b"\xff\xfe", "utf-8"),
     "prompt.csv": (b"turn,phase,step,layer,slot,expert\n0,0,0,0,0,1\n", r"\[0, 0, 0\]"),
     "hole.csv": (b"turn,phase,step,layer,slot,expert\n0,1,0,0,0,1\n0,1,0,1,0,1\n0,1,1,0,0,1\n", "same number"),
+    "sparse.csv": (
+        b"turn,phase,step,layer,slot,expert\n" + b"".join(b"%d,1,%d,%d,%d,1\n" % (4 * (n,)) for n in range(9999)),
+        "same number",
+    ),
+    "far.csv": (b"turn,phase,step,layer,slot,expert\n0,1,0,0,0,8589934592\n", "num_experts is 8589934593"),
     "twice.csv": (b"turn,phase,step,layer,slot,expert\n0,1,0,0,0,1\n0,1,0,0,0,2\n", "same number"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_no_recording_is_refused(tmp_path, name) -> None:
+def test_what_is_no_recording_is_refused(tmp_path, name, monkeypatch) -> None:
+    monkeypatch.setattr(array_files, "MOST_BYTES", 4096)
     content, says = BROKEN[name]
     path = tmp_path / name
     if isinstance(content, dict):
@@ -92,6 +110,15 @@ def test_what_is_no_recording_is_refused(tmp_path, name) -> None:
         path.write_bytes(content)
     with pytest.raises(OptionError, match=rf"trace: .*{name} is no recorded routing: .*{says}"):
         read_trace(path, "trace")
+
+
+@pytest.mark.parametrize("read", [read_trace, read_profile])
+def test_a_member_that_is_no_array_is_refused(tmp_path, read) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
+        for name in ("experts", "uses", "tokens"):
+            file.writestr(f"{name}.npy", b"hello")
+    with pytest.raises(OptionError, match=r"a\.npz is no .* is no array"):
+        read(tmp_path / "a.npz")
 
 
 def test_a_trace_is_written_and_read(tmp_path: Path) -> None:
