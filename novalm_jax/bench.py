@@ -14,7 +14,7 @@ from typing import Any
 
 import tyro
 
-from novalm_jax.commands import run_command
+from novalm_jax.commands import leave, run_command
 from novalm_jax.options import (
     BenchOptions,
     ComparePlanOptions,
@@ -225,6 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
     if name not in _BENCHMARKS:
         asked = name in ("-h", "--help")
+        if name and not asked:
+            print(f"{_PROGRAM}: {name} is no benchmark.", file=sys.stderr)
         lines = [f"  {known:<11} {options.__doc__}" for known, (options, _) in _BENCHMARKS.items()]
         print(
             f"usage: {_PROGRAM} BENCHMARK ... (BENCHMARK --help shows its options)",
@@ -238,4 +240,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

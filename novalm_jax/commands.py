@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import tyro
 
@@ -64,6 +64,16 @@ def run_command(
         _explain(program, error)
         return 2 if isinstance(error, UserError) else 1
     return 0
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process. After Ctrl-C at once: everything of ours is closed, and a library whose threads still compile
+    may crash while Python takes itself down."""
+    if code == 130:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 @contextmanager

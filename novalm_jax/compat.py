@@ -189,4 +189,4 @@ def available_ram() -> int:
 def require_matplotlib(option: str) -> None:
     """Raises OptionError where matplotlib, which `option` needs, is not installed."""
     if find_spec("matplotlib") is None:
-        raise OptionError(f'{option}: matplotlib draws it, and is not installed. `pip install "novalm-jax[notebook]"`.')
+        raise OptionError(f"{option}: matplotlib draws it, and is not installed. `pip install matplotlib`.")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from novalm_jax.commands import run_command
+from novalm_jax.commands import leave, run_command
 from novalm_jax.errors import OptionError, RequestError
 from novalm_jax.options import EngineOptions, SamplingParams
 
@@ -220,4 +220,4 @@ class _Clock:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

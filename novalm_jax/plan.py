@@ -6,13 +6,12 @@ The result goes to stdout, everything else to stderr, so that the output pipes.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import tyro
 
-from novalm_jax.commands import run_command
+from novalm_jax.commands import leave, run_command
 from novalm_jax.options import PlanOptions
 
 
@@ -44,4 +43,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

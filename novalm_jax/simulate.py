@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tyro
 
-from novalm_jax.commands import run_command
+from novalm_jax.commands import leave, run_command
 from novalm_jax.errors import OptionError
 from novalm_jax.options import MakeTraceOptions, SimulateOptions
 
@@ -64,6 +64,8 @@ def _simulate(command: SimulateCommand) -> None:
         found = statistics_of(trace)
         print(json.dumps(found.to_dict()) if command.json else f"{command.make_trace}: {trace.name}\n\n{found}")
         return
+    if command.made != MakeTraceOptions():
+        raise OptionError("The options of made-up routing are without effect on a trace; leave them out.")
     if command.plot is not None:
         check_picture("plot", command.plot)
     if command.profile_out is not None:
@@ -72,8 +74,10 @@ def _simulate(command: SimulateCommand) -> None:
     figures = simulate(trace, command.options, curve=command.json or command.plot is not None)
     if command.plot is not None:
         save_picture(figures, command.plot)
+        print(f"plot: {command.plot}", file=sys.stderr)
     if command.profile_out is not None:
         write_profile(ExpertProfile.of_trace(trace), command.profile_out)
+        print(f"profile_out: {command.profile_out}", file=sys.stderr)
     print(json.dumps(figures.to_dict()) if command.json else figures)
 
 
@@ -83,4 +87,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tyro
 
-from novalm_jax.commands import run_command
+from novalm_jax.commands import leave, run_command
 from novalm_jax.options import TrainOptions
 
 
@@ -58,4 +58,4 @@ def _train(command: TrainCommand) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

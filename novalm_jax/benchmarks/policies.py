@@ -88,8 +88,8 @@ def measure_policies(trace: Trace, options: SimulateOptions, how: PolicyBenchOpt
     setting = Setting.of(trace, options)
     if len(setting.events) < how.all_steps:
         raise OptionError(
-            f"steps: {how.warm_up} + {how.rounds} x {how.steps} are run, and {trace.name} has {len(setting.events)}. "
-            "Give fewer steps or rounds, or a longer trace."
+            f"steps: warm_up {how.warm_up} + rounds {how.rounds} x steps {how.steps} are run, and {trace.name} has "
+            f"{len(setting.events)} steps. Give fewer of these, or a longer trace."
         )
     cells = setting.cells()
     caches = [Cache(*setting.cache(*cell), options.admission) for cell in cells]

@@ -42,9 +42,10 @@ def read_arrays(path: Path, names: Collection[str]) -> dict[str, np.ndarray]:
       any of `UNREADABLE`; ValueError: an array is too large, or none.
     """
     arrays = {}
+    if not zipfile.is_zipfile(path) and path.is_file():
+        raise ValueError("it is no .npz file")
     with path.open("rb") as file, np.load(file, allow_pickle=False) as held:
-        if not isinstance(held, np.lib.npyio.NpzFile) or held.zip is None:
-            raise ValueError("it holds a single array")
+        assert isinstance(held, np.lib.npyio.NpzFile) and held.zip is not None
         sizes = {entry.filename.removesuffix(".npy"): entry.file_size for entry in held.zip.infolist()}
         for name in names:
             if name not in sizes:

@@ -18,9 +18,10 @@ from novalm_jax.options import SimulateOptions
 from novalm_jax.tables import aligned
 from novalm_jax.units import format_size
 
-_FOOT = (
-    "a token: of the trace, so that rows of one step share what it fetches. ms a step: what it takes with all experts",
-    "on the device, and then what it uploads on the link, one after the other; all hidden: the longer one of both.",
+_FOOT = "a token: of the trace, so that rows of one step share what it fetches."
+_TIMES = (
+    "ms a step: what it takes with all experts on the device, and then what it uploads on the link, one after the other;",
+    "all hidden: the longer one of both.",
 )
 _ELSEWHERE = "What is missed is computed elsewhere, in time that is not counted."
 
@@ -107,7 +108,8 @@ class Simulation:
         ]
         head += [] if self.warm is None else [f"start    with the most used experts of {self.warm}"]
         head += [] if admission is None else [f"misses   admitted if worth more than {admission:g} times what leaves"]
-        return "\n".join([*head, "", *lines, "", *_FOOT, *([] if admission is None else [_ELSEWHERE])])
+        times = () if self.options.link is None else _TIMES
+        return "\n".join([*head, "", *lines, "", _FOOT, *times, *([] if admission is None else [_ELSEWHERE])])
 
     def _pool(self) -> str:
         if self.options.pool == "fitted":

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from novalm_jax.checkpoint import atomic
-from novalm_jax.checkpoint.atomic import MANIFEST, Work, check_destination
+from novalm_jax.checkpoint.atomic import MANIFEST, Work, check_destination, write_whole
 from novalm_jax.checkpoint.conversion import convert_checkpoint
 from novalm_jax.checkpoint.orbax import load_orbax
 from novalm_jax.errors import OptionError, WriteError
@@ -368,3 +368,16 @@ def test_a_folder_is_removed_while_something_still_writes_into_it(
     folder.mkdir()
     atomic._remove(folder)
     assert os.listdir(tmp_path) == [] and next(late, None) is None
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch, error: BaseException) -> None:
+    (tmp_path / "a").write_bytes(b"before")
+
+    def full(_: int) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises((WriteError, KeyboardInterrupt)):
+        write_whole(tmp_path / "a", b"after")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_bytes() == b"before"

@@ -113,11 +113,12 @@ def test_a_picture_has_the_curve_and_a_point_for_each_replay() -> None:
 
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
 def test_the_command_writes_pictures(suffix: str, start: bytes, tmp_path: Path, capsys: Any) -> None:
-    write_trace(skewed(), tmp_path / "trace.npz")
+    # A name that would be a formula without an end.
+    write_trace(skewed(), tmp_path / "a${b.npz")
     picture = tmp_path / f"hits{suffix}"
-    assert command.main([str(tmp_path / "trace.npz"), "--slots", "25%", "--plot", str(picture)]) == 0
+    assert command.main([str(tmp_path / "a${b.npz"), "--slots", "25%", "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(start) and capsys.readouterr().out.startswith("trace ")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["trace.npz", picture.name])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["a${b.npz", picture.name])
 
 
 def test_what_cannot_be_drawn_is_refused_before_anything_is_replayed(

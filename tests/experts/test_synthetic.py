@@ -132,6 +132,19 @@ def test_a_trace_is_made_and_replayed(tmp_path: Path, capsys: pytest.CaptureFixt
     assert command.main([str(path), "--slots", "12"]) == 0
 
 
+@pytest.mark.parametrize("size", [("2", "4", "4", "2"), ("1", "1", "1", "1")])
+def test_what_a_short_trace_cannot_say_is_null(size: tuple[str, ...], tmp_path: Path, capsys: Any) -> None:
+    names = ("--layers", "--experts", "--experts-per-token", "--tokens")
+    shape = [each for pair in zip(names, size, strict=True) for each in pair]
+    assert command.main(["--make-trace", str(tmp_path / "made.npz"), "--sequences", "1", *shape, "--json"]) == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found["distinct"]["16"] is None and found["entropy"] is not None
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -148,6 +161,11 @@ def test_mistakes_of_the_command(
     monkeypatch.chdir(tmp_path)
     assert command.main(arguments) in (1, 2)
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_more_than_memory_holds_is_refused() -> None:
+    with pytest.raises(OptionError, match="tokens: 100000000 x 32 x 16 x 150 are more than"):
+        MakeTraceOptions(layers=100_000_000)
 
 
 def test_more_choices_than_experts_are_refused() -> None:
