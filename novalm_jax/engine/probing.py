@@ -136,9 +136,9 @@ class Probe:
         if "whole" in seconds:
             steps["layer_seconds"] = seconds["whole"]
         bandwidth = _rate(self.record_bytes * chosen, seconds["experts"], seconds["no expert"])
+        read = self._ends_read + self._depth * self._read
         for step in steps.values():
             whole = ends + self._depth * max(0.0, step - ends) / layers
-            read = self._ends_read + self._depth * self._read
             bandwidth = max(bandwidth, _rate(layers * self._read, step, ends), read / whole)
         beyond = ends - self._ends_read / bandwidth
         operations = prompt_operations(self._config, self._prompt, spread=False)
@@ -149,8 +149,8 @@ class Probe:
             "step_seconds": max(0.0, beyond),
             "insert_seconds": insert_seconds((seconds["misses"] - seconds["hits"]) / layers, seconds["upload"], chosen),
         }
+        less = min(0.0, beyond) / self._depth
         for name, step in steps.items():
-            less = min(0.0, beyond) / self._depth
             rates[name] = max(0.0, (step - ends) / layers - self._read / bandwidth + less)
         if checkpoint is not None:
             rates["disk"] = self._disk_rate(checkpoint)

@@ -185,6 +185,9 @@ def test_a_prompt_moves_what_is_on_neither_tier(folder: Path) -> None:
         assert found.parts["link"] == pytest.approx(passes * (needed * record * 36 / 48 + moved) / 1e5)
         assert found.parts["disk"] == pytest.approx(passes * (needed * record * 18 / 48 + read) / 1e4)
         assert found.seconds == found.parts["disk"]
+    # Without host memory, what has a slot is not read either.
+    alone = _prefill(forecaster, options, Fit(MemoryPlan({}), 200, 30))
+    assert alone.parts["disk"] == pytest.approx(passes * needed * record * 18 / 48 / 1e4)
     # Chunks that share a pass move half as much, or less, and a resident model moves nothing.
     assert _prefill(forecaster, options, fit_of(passes, None)).parts["link"] <= needed * record / 1e5
     still = _prefill(forecaster, options, Fit(MemoryPlan({}), 200))
