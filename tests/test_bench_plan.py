@@ -48,10 +48,12 @@ def test_every_run_is_forecast_from_what_it_needed(
         asked.append((self.machine, needs))
         return step(self, batch, tokens, needs, *more)
 
-    times = iter([{"way": 1.0}, {"way": 3.0}, {"way": 5.0}])
+    times = iter([{"upload": 1.0}, {"upload": 3.0}, {"upload": 5.0}])
     monkeypatch.setattr(Forecaster, "streamed_step", noted)
     monkeypatch.setattr(planning.Probe, "time", lambda self: next(times))
-    monkeypatch.setattr(planning.Probe, "machine", lambda self, seconds: Machine(link=1e9, step_seconds=seconds["way"]))
+    monkeypatch.setattr(
+        planning.Probe, "machine", lambda self, seconds: Machine(link=1e9, step_seconds=seconds["upload"])
+    )
     arguments = [str(place / "random-model"), "--slots", "100,25", "--host-memory", "1GiB", "--json"]
     assert bench.main(["plan", *arguments, *FEW, "--routing", str(place / "recorded.npz")]) == 0
     resident, streamed = json.loads(capsys.readouterr().out)["runs"]

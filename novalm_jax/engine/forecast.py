@@ -1,10 +1,10 @@
 """How long a token takes on a machine, by formulas of bytes and rates: nothing is run.
 
 A decode step takes the time of its bytes and programs on the device, and that of what moves. Experts that a layer
-misses come one after another through stages: disk, link, and the slot they are put into; while one is in a stage the
+misses come one after another through stages: disk, link, and the insert into a slot; while one is in a stage the
 next one is in the stage before, and the layer's hits are computed while the first one comes. Of m misses in a layer
 
-    moving = sum of stages + (m - 1) * longest stage - min(hits, way of the first)
+    moving = sum of stages + (m - 1) * longest stage - min(hits, disk and link of the first)
 
 Dense weights that come in turn are on their way while those before them are used. A prompt goes through in passes, in
 each of which every expert that it needs and that is not on the device comes once, while others are used: the longest of
@@ -22,6 +22,7 @@ import numpy as np
 from novalm_jax.config import AttentionConfig, LatentConfig, LayerConfig, ModelConfig, MoEConfig
 from novalm_jax.engine.functions import EXPERT_GROUP, KV_BLOCK
 from novalm_jax.engine.machine import Machine
+from novalm_jax.experts.dense import DensePlan
 from novalm_jax.kernels.storage import tree_bytes
 from novalm_jax.kv.static import cache_shape
 from novalm_jax.models.counts import dense_counts, different_experts, expert_count, outer_counts
@@ -41,6 +42,14 @@ class DenseTraffic(NamedTuple):
 
     moved: int = 0
     from_disk: int = 0
+
+    @staticmethod
+    def of(plan: DensePlan | None) -> DenseTraffic:
+        """Of the parts that a plan has come in turn; None where all stay on the device."""
+        if plan is None:
+            return _NO_TRAFFIC
+        moved = {number: plan.parts[number].nbytes for number in plan.in_turn}
+        return DenseTraffic(sum(moved.values()), sum(moved[number] for number in moved if number not in plan.on_host))
 
 
 _NO_TRAFFIC = DenseTraffic()
@@ -128,14 +137,14 @@ class Forecaster:
         parts = {
             "device memory": read / machine.device_bandwidth,
             "programs": machine.step_seconds + len(self.config.layers) * layer_seconds,
-            "placing": needs.missed * machine.place_seconds,
+            "inserting": needs.missed * machine.insert_seconds,
             "link": (needs.missed * size + dense.moved) / machine.link,
             "disk": (needs.from_disk * size + dense.from_disk) / machine.disk,
         }
         computing = parts["device memory"] + parts["programs"]
         in_turn = max(dense.moved / machine.link, dense.from_disk / machine.disk)
         seconds = max(computing, in_turn) + self._moving(needs)
-        best = max(computing + parts["placing"], parts["link"], parts["disk"])
+        best = max(computing + parts["inserting"], parts["link"], parts["disk"])
         return Forecast(batch, seconds, best, parts)
 
     def _moving(self, needs: Needs) -> float:
@@ -146,7 +155,7 @@ class Forecaster:
         machine, size = self.machine, self.record_bytes
         needed, missed = needs.needed / layers, needs.missed / layers
         disk = needs.from_disk / needs.missed * size / machine.disk
-        stages = disk, size / machine.link, machine.place_seconds
+        stages = disk, size / machine.link, machine.insert_seconds
         # The part of layers that miss something, where every expert misses as often as the others.
         some = min(missed, 1 - (1 - missed / needed) ** needed)
         hidden = min((needed - missed) * size / machine.device_bandwidth, stages[0] + stages[1])

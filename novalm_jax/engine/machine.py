@@ -19,7 +19,7 @@ class Machine:
       step_seconds: of a decode step, beyond its bytes and its layers.
       layer_seconds: of a layer beyond its bytes, where a step is one program.
       cut_layer_seconds: the same where a layer is cut at its router, which the host looks at.
-      place_seconds: of a missed expert, beyond its way to the device: to put it into a slot, and a wave for it.
+      insert_seconds: of a missed expert, beyond its upload: to insert it into a slot, and a wave for it.
       sources: where each of these comes from, by name: "given" or "measured"; what is missing is assumed.
     """
 
@@ -30,7 +30,7 @@ class Machine:
     step_seconds: float = 1e-4
     layer_seconds: float = 1e-5
     cut_layer_seconds: float = 2e-4
-    place_seconds: float = 5e-5
+    insert_seconds: float = 5e-5
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def with_rates(self, source: str, rates: Mapping[str, float]) -> Machine:
@@ -66,6 +66,6 @@ RATES = {
     "step_seconds": ("a step, beyond bytes and layers", _milliseconds),
     "layer_seconds": ("a layer in one program, beyond bytes", _milliseconds),
     "cut_layer_seconds": ("a layer cut at its router, beyond bytes", _milliseconds),
-    "place_seconds": ("a missed expert, beyond its way", _milliseconds),
+    "insert_seconds": ("a missed expert, beyond its upload", _milliseconds),
 }
 """What is shown of each, by its attribute: its name for people, and how it is written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,6 @@ from novalm_jax.config import ModelConfig
 from novalm_jax.engine.fitting import Budgets, Fit
 from novalm_jax.engine.forecast import DenseTraffic, Forecast
 from novalm_jax.engine.machine import Machine
-from novalm_jax.experts.dense import DensePlan
 from novalm_jax.experts.hit_rates import Hits
 from novalm_jax.experts.records import moe_layers
 from novalm_jax.options import PlanOptions
@@ -113,10 +113,10 @@ class Plan:
         if (dense := self.fit.dense) is not None:
             notes.append(
                 f"{len(dense.in_turn)} of {len(dense.parts)} parts of the dense weights come in every step, "
-                f"{format_size(dense_traffic(dense).moved)}"
+                f"{format_size(DenseTraffic.of(dense).moved)}"
             )
         if any(source == "assumed" for _, _, source in self.machine.rows()):
-            notes.append("what is assumed of the machine is of none in particular: give it, or --measure")
+            notes.append("machine rates marked assumed are generic; give yours, or --measure")
         return notes
 
     def to_dict(self) -> dict[str, Any]:
@@ -178,22 +178,15 @@ class Plan:
     def _speed(self) -> list[str]:
         rows = []
         for name, each in (("decode", self.decode), ("prefill", self.prefill)):
-            best = f", {each.best_rate:.4g} if all that can hide does" if each.best_rate > 1.01 * each.rate else ""
+            best = f", {each.best_rate:.4g} with transfers fully overlapped"
+            best = best if each.best_rate > 1.01 * each.rate else ""
             rows.append((name, f"{each.rate:.4g} tokens/s{best}; {each.bottleneck} takes longest"))
             rows.append(("", ", ".join(f"{part} {1e3 * taken:.3g} ms" for part, taken in each.parts.items() if taken)))
             if self.options.price is not None:
                 rows.append(("", f"{each.cost(self.options.price):.3g} for a million tokens"))
         rows += [("machine", f"{title}: {value}, {source}") for title, value, source in self.machine.rows()]
         rows += [("note", note) for note in self.notes]
-        return _rows([*rows, ("run", " ".join(self.command))] if self.loadable else rows)
-
-
-def dense_traffic(dense: DensePlan | None) -> DenseTraffic:
-    """What comes of the dense weights in every step."""
-    if dense is None:
-        return DenseTraffic()
-    moved = {number: dense.parts[number].nbytes for number in dense.in_turn}
-    return DenseTraffic(sum(moved.values()), sum(size for number, size in moved.items() if number not in dense.on_host))
+        return _rows([*rows, ("run", shlex.join(self.command))] if self.loadable else rows)
 
 
 def _rows(rows: list[tuple[str, str]]) -> list[str]:

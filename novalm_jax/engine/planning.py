@@ -18,10 +18,10 @@ from novalm_jax.checkpoint.load import Checkpoint
 from novalm_jax.config import ModelConfig
 from novalm_jax.engine.estimate import Estimated, dense_bytes, expert_bytes, record_bytes
 from novalm_jax.engine.fitting import Budgets, Fit, fit
-from novalm_jax.engine.forecast import Forecast, Forecaster, Needs, Passes, cache_bytes
+from novalm_jax.engine.forecast import DenseTraffic, Forecast, Forecaster, Needs, Passes, cache_bytes
 from novalm_jax.engine.machine import Machine
 from novalm_jax.engine.placement import read_budgets
-from novalm_jax.engine.plan_report import Plan, Planned, WeightSizes, dense_traffic
+from novalm_jax.engine.plan_report import Plan, Planned, WeightSizes
 from novalm_jax.engine.probing import Probe
 from novalm_jax.engine.programs import capacity_for, prefill_rows
 from novalm_jax.errors import ConfigError
@@ -74,10 +74,14 @@ def read_planned(model: str | Path | None) -> Planned:
       CheckpointError, ConfigError: as `plan_model`.
     """
     path = embedded_checkpoint() if model is None else find_folder(model)
+    if path.suffix == ".json" and not path.exists():
+        raise CheckpointError(f"There is no file {path}. Give a config.json, or the folder that holds it.")
     folder = None if path.is_file() else path
     raw = read_json(path if folder is None else path / CONFIG)
     name = None if model is None else str(model)
     quantised: Any = raw.get("quantization_config")
+    if not isinstance(quantised, dict | None):
+        raise ConfigError(f"{path}: quantization_config is {quantised!r:.60}, and no object. Download this file again.")
     try:
         config = find_family(raw).read_config({key: raw[key] for key in raw if key != "quantization_config"})
     except ConfigError as error:
@@ -133,7 +137,7 @@ def _decode(forecaster: Forecaster, options: PlanOptions, found: Fit, hits: Hits
     needs = Needs(0.0, 0.0, 0.0)
     if hits is not None:
         needs = Needs(hits.needed, hits.needed * (1 - hits.device), hits.needed * (1 - hits.memory))
-    return forecaster.streamed_step(options.batch, before, needs, dense_traffic(found.dense))
+    return forecaster.streamed_step(options.batch, before, needs, DenseTraffic.of(found.dense))
 
 
 def _prefill(forecaster: Forecaster, options: PlanOptions, found: Fit) -> Forecast:
@@ -144,7 +148,7 @@ def _prefill(forecaster: Forecaster, options: PlanOptions, found: Fit) -> Foreca
         return forecaster.prompt(tokens, Passes(chunk, 1, 0.0, 0.0))
     count = -(-tokens // (chunk * found.pass_chunks))
     needed = sum(different_experts(moe, -(-tokens // count)) for moe in moe_layers(forecaster.config).values())
-    records, dense = max(1, count_records(forecaster.config)), dense_traffic(found.dense)
+    records, dense = max(1, count_records(forecaster.config)), DenseTraffic.of(found.dense)
     missed, from_disk = (
         needed * (1 - slots / records) * forecaster.record_bytes
         for slots in (found.slots, max(found.slots, found.host_slots))

@@ -9,7 +9,7 @@ import numpy as np
 
 from novalm_jax.config import ModelConfig
 from novalm_jax.experts.policy import POLICIES
-from novalm_jax.experts.profile import ExpertProfile, read_profile
+from novalm_jax.experts.profile import most_used, read_profile
 from novalm_jax.experts.records import count_records, moe_layers
 from novalm_jax.experts.simulator import Events, events_of, replay
 from novalm_jax.experts.slots import SlotTable
@@ -57,18 +57,21 @@ def expected_hits(config: ModelConfig, options: PlanOptions, slots: int, host_sl
         return Hits(needed, options.hit_rate, 1 - missing, "given; host memory catches its share of the others")
     if options.expert_profile is not None:
         profile = read_profile(options.expert_profile)
-        uses = np.sort(profile.of_model(config).uses, axis=None)[::-1]
-        device, memory = (float(uses[:count].sum() / uses.sum()) for count in (slots, most))
+        # An expert is needed once for all tokens of a step that choose it, as if each of them chose by itself.
+        uses = 1 - (1 - np.sort(profile.of_model(config).uses, axis=None)[::-1]) ** options.batch
+        needed = float(uses.sum())
+        device, memory = (float(uses[:count].sum()) / needed for count in (slots, most))
         return Hits(needed, device, memory, f"the most used experts of {profile.name} stay")
     trace = _made_up(config, options) if options.routing is None else _fitting(config, options.routing)
     events = events_of(trace, options.batch)
     replayed = min(len(events), max(32, int(_REPLAYED / needed)))
     earlier, last = events[:-replayed], events[-replayed:]
-    profile = _profile(trace, earlier or last)
-    device = _hit_rate(last, profile, slots)
-    memory = 1.0 if most >= records else device if most == slots else _hit_rate(last, profile, most)
+    uses = _uses(trace, earlier or last)
+    device = _hit_rate(last, uses, slots)
+    memory = 1.0 if most >= records else device if most == slots else _hit_rate(last, uses, most)
     needed = sum(len(layer) for step in last for layer in step) / len(last)
-    return Hits(needed, device, memory, f"{trace.name}, its last {len(last)} steps with the default policy")
+    which = f"its last {len(last)} steps" if earlier else f"all its {len(last)} steps, in slots filled from these steps"
+    return Hits(needed, device, memory, f"{trace.name}, {which} with the default policy")
 
 
 def _fitting(config: ModelConfig, path: str) -> Trace:
@@ -91,20 +94,20 @@ def _made_up(config: ModelConfig, options: PlanOptions) -> Trace:
     )
 
 
-def _profile(trace: Trace, events: Events) -> ExpertProfile:
-    """How often experts were used in steps."""
+def _uses(trace: Trace, events: Events) -> np.ndarray:
+    """The part of steps that used each expert, float64 `[layers, experts]`."""
     uses = np.zeros((trace.experts.shape[1], trace.num_experts))
     for step in events:
         for layer, experts in enumerate(step):
             uses[layer, experts] += 1
-    return ExpertProfile(trace.name, uses / len(events), len(events))
+    return uses / len(events)
 
 
-def _hit_rate(events: Events, profile: ExpertProfile, slots: int) -> float:
+def _hit_rate(events: Events, uses: np.ndarray, slots: int) -> float:
     """With slots that hold at first what was used most, as after a long run."""
-    layers, experts = profile.uses.shape
+    layers, experts = uses.shape
     policy, table = POLICIES["default"](layers, experts), SlotTable(layers, experts, slots)
-    policy.seed(profile.uses)
-    for slot, record in enumerate(profile.most_used()[:slots]):
+    policy.seed(uses)
+    for slot, record in enumerate(most_used(uses)[:slots]):
         table.put(record, slot)
     return replay(events, policy, [table]).hit_rate

@@ -53,9 +53,7 @@ class ExpertProfile:
 
     def most_used(self) -> list[Record]:
         """All records that were used, the most used ones first. Layers are counted as here."""
-        order = np.argsort(-self.uses, axis=None, kind="stable")
-        layers, experts = np.unravel_index(order[self.uses.reshape(-1)[order] > 0], self.uses.shape)
-        return [Record(int(layer), int(expert)) for layer, expert in zip(layers, experts, strict=True)]
+        return most_used(self.uses)
 
     def of_model(self, config: ModelConfig) -> ExpertProfile:
         """The same with all layers of a model, by its numbers; those without experts use none.
@@ -75,6 +73,13 @@ class ExpertProfile:
         for row, (number, moe) in zip(self.uses, sparse.items(), strict=True):
             uses[number, : moe.num_experts] = row[: moe.num_experts]
         return ExpertProfile(self.name, uses, self.tokens)
+
+
+def most_used(uses: np.ndarray) -> list[Record]:
+    """All records that were used, by uses `[layers, experts]`, the most used ones first."""
+    order = np.argsort(-uses, axis=None, kind="stable")
+    layers, experts = np.unravel_index(order[uses.reshape(-1)[order] > 0], uses.shape)
+    return [Record(int(layer), int(expert)) for layer, expert in zip(layers, experts, strict=True)]
 
 
 def count_choices(ids: np.ndarray, experts: int) -> np.ndarray:

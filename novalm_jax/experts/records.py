@@ -109,6 +109,12 @@ class RecordReader:
         except CheckpointError as error:
             raise CheckpointError(f"Expert {record.expert} of layer {record.layer} cannot be read. {error}") from error
 
+    def files(self, record: Record) -> set[Path]:
+        """The files that a record is read from."""
+        prefix = f"layers.{record.layer}.feed_forward.experts."
+        parts = (each for path, each in self._assignments.items() if path.startswith(prefix))
+        return {each.row(record.expert).pieces[0].tensor.file for each in parts}
+
     def forget_pages(self) -> None:
         """Nothing of the files is read again soon, so that the system need not keep their pages in memory."""
         self._reader.forget_pages()

@@ -20,8 +20,8 @@ from novalm_jax.units import format_size
 
 _FOOT = "a token: of the trace, so that rows of one step share what it fetches."
 _TIMES = (
-    "ms a step: what it takes with all experts on the device, and then what it uploads on the link, one after the other;",
-    "all hidden: the longer one of both.",
+    "ms a step: what it takes with all experts on the device, and then what it uploads on the link, one after the",
+    "other; all hidden: the longer one of both.",
 )
 _ELSEWHERE = "What is missed is computed elsewhere, in time that is not counted."
 

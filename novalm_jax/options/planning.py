@@ -54,7 +54,7 @@ class PlanOptions(Checked):
     like: Literal["gpt-oss-20b", "deepseek-v2-lite"] = "gpt-oss-20b"
     """Whose routing that is like in which hits are counted otherwise: it is made up, in the model's shape."""
     price: float | None = None
-    """Of the machine for an hour, in any currency."""
+    """Price of the machine for an hour, in any currency."""
 
     def __post_init__(self) -> None:
         one_of(self, "like")

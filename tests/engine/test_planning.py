@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +16,25 @@ from novalm_jax import plan
 from novalm_jax.checkpoint.load import Checkpoint, read_config
 from novalm_jax.engine.estimate import Estimated
 from novalm_jax.engine.fitting import Budgets, Fit, fit
+from novalm_jax.engine.forecast import DenseTraffic, Forecaster
+from novalm_jax.engine.machine import Machine
 from novalm_jax.engine.placement import place
-from novalm_jax.engine.planning import plan_model, read_planned, weight_sizes
+from novalm_jax.engine.planning import _prefill, plan_model, read_planned, weight_sizes
+from novalm_jax.engine.programs import capacity_for, prefill_rows
 from novalm_jax.errors import BudgetError, ConfigError, OptionError
+from novalm_jax.experts.dense import DensePlan, Part
+from novalm_jax.experts.memory_plan import MemoryPlan
 from novalm_jax.experts.profile import ExpertProfile, write_profile
 from novalm_jax.experts.traces import Trace, write_trace
 from novalm_jax.options import EngineOptions, PlanOptions
+from published_helpers import CONFIGS, published
 from streamed_helpers import least_bytes
 from tiny_checkpoints import tiny_checkpoint
 
 TESTS = Path(__file__).parents[1]
-PUBLISHED: dict[str, dict[str, Any]] = json.loads((TESTS / "published" / "configs.json").read_text())
 LAYERS, EXPERTS, CHOSEN = 3, 16, 2
 RECORD = 3 * 16 * 32 * 4
 MEMORY = ["--device-memory", "24GiB", "--host-memory", "128GiB"]
-
-
-def published(name: str) -> dict[str, Any]:
-    own = dict(PUBLISHED[name])
-    shared = published(own.pop("like")) if "like" in own else {}
-    absent = own.pop("without", ())
-    return {**{field: value for field, value in shared.items() if field not in absent}, **own}
 
 
 def config_file(folder: Path, name: str) -> Path:
@@ -71,7 +70,7 @@ def test_sizes_are_the_published_ones(tmp_path: Path) -> None:
     assert gpt.format == "mxfp4"
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_every_published_model_is_planned_or_refused_by_its_configuration(name: str, tmp_path: Path) -> None:
     path = config_file(tmp_path, name)
     try:
@@ -125,15 +124,13 @@ def test_formulas_place_every_golden_in_its_least_memory(case: str) -> None:
 
 
 def test_smaller_records_make_more_slots(folder: Path) -> None:
-    config, options = Checkpoint.open(folder).config, EngineOptions(max_batch=1, context_length=64)
-
-    def slots(bits: float | None) -> int:
-        sizes = Estimated(config, options, bits)
-        return fit(sizes, Budgets(sizes.streamed(64, 12, 1, None).device_bytes, 0), options, "model").slots
-
-    assert Estimated(config, options, 4.25).record_bytes == 3 * 16 * 32 * 17 // 32
-    assert Estimated(config, options, None).record_bytes == 3 * 16 * 32 * 2
-    assert slots(None) == slots(4.25) == 12
+    """In what 6 experts of 2 bytes a number take, with three copies under way, there is room for more smaller ones."""
+    options = EngineOptions(max_batch=1, context_length=64)
+    large, small = (Estimated(Checkpoint.open(folder).config, options, bits) for bits in (None, 4.25))
+    assert (large.record_bytes, small.record_bytes) == (3 * 16 * 32 * 2, 3 * 16 * 32 * 17 // 32)
+    budgets = Budgets(large.streamed(64, 6, 1, None).device_bytes, 0)
+    assert fit(large, budgets, options, "model").slots == 6
+    assert fit(small, budgets, options, "model").slots == 9 * large.record_bytes // small.record_bytes - 3 == 30
 
 
 # --- hits ------------------------------------------------------------------------------------------------------------
@@ -162,10 +159,60 @@ def test_hits_come_from_where_the_options_say(folder: Path, tmp_path: Path, caps
     # Of 36 that have no slot, 18 are on the host.
     assert (found["hits"]["device"], found["hits"]["memory"]) == (0.75, pytest.approx(1 - 0.25 * 18 / 36))
     found = planned(capsys, *fixed, "--like", "deepseek-v2-lite")
-    assert found["hits"]["source"].startswith("made-up routing like deepseek-v2-lite, its last")
+    assert found["hits"]["source"].startswith("made-up routing like deepseek-v2-lite, all its 1000 steps")
     assert 0 < found["hits"]["device"] < found["hits"]["memory"] < 1
     assert plan.main([*fixed, "--routing", str(tmp_path / "gone.npz")]) == 2
     assert "gone.npz is no recorded routing" in " ".join(capsys.readouterr().err.split())
+
+
+# --- speed -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_moves_what_is_on_neither_tier(folder: Path) -> None:
+    """Two passes of a chunk each: of 48 experts, 12 have slots, and 30 are on the host, which come from there."""
+    config, record = Checkpoint.open(folder).config, 3 * 16 * 32 * 2
+    options = PlanOptions(prompt_tokens=200, context_length=200, hit_rate=0.5)
+    machine = Machine(link=1e5, disk=1e4)
+    forecaster = Forecaster(config, np.dtype(np.float16), record, machine)
+    kept, in_turn, from_disk = (Part(name, (), None, size) for name, size in (("a", 500), ("b", 7000), ("c", 9000)))
+    dense = DensePlan((kept, in_turn, from_disk), kept, frozenset({0}), frozenset({1}))
+    fit_of = partial(Fit, MemoryPlan({}), 200, 12, 30)
+    chunk = prefill_rows(capacity_for(200))[-1]
+    passes = -(-200 // chunk)
+    needed = LAYERS * 16 * (1 - (1 - 2 / 16) ** -(-200 // passes))
+    for plan_of_dense, moved, read in ((None, 0, 0), (dense, 16000, 9000)):
+        found = _prefill(forecaster, options, fit_of(1, plan_of_dense))
+        assert found.parts["link"] == pytest.approx(passes * (needed * record * 36 / 48 + moved) / 1e5)
+        assert found.parts["disk"] == pytest.approx(passes * (needed * record * 18 / 48 + read) / 1e4)
+        assert found.seconds == found.parts["disk"]
+    # Without host memory, what has a slot is not read either.
+    alone = _prefill(forecaster, options, Fit(MemoryPlan({}), 200, 30))
+    assert alone.parts["disk"] == pytest.approx(passes * needed * record * 18 / 48 / 1e4)
+    # Chunks that share a pass move half as much, or less, and a resident model moves nothing.
+    assert _prefill(forecaster, options, fit_of(passes, None)).parts["link"] <= needed * record / 1e5
+    still = _prefill(forecaster, options, Fit(MemoryPlan({}), 200))
+    assert still.parts["link"] == still.parts["disk"] == 0
+
+
+def test_dense_weights_that_stream_are_moved_in_every_step(folder: Path) -> None:
+    """Where not even they fit, each step moves what comes in turn; from disk, what the host does not hold."""
+    options = PlanOptions(context_length=64, host_memory=0, hit_rate=1.0)
+    with pytest.raises(BudgetError) as refused:
+        plan_model(folder, replace(options, device_memory=1))
+    least = refused.value.least_bytes
+    assert least is not None
+    found = plan_model(folder, replace(options, device_memory=least))
+    dense = found.fit.dense
+    assert dense is not None
+    moved = sum(dense.parts[number].nbytes for number in dense.in_turn)
+    assert moved > 0 and DenseTraffic.of(dense) == (moved, moved)
+    rates = found.machine
+    assert found.decode.parts["link"] == pytest.approx(moved / rates.link)
+    assert found.decode.parts["disk"] == pytest.approx(moved / rates.disk)
+    assert any("parts of the dense weights come in every step" in note for note in found.notes)
+    held = plan_model(folder, replace(options, device_memory=least, host_memory="1GiB"))
+    assert held.fit.dense is not None and DenseTraffic.of(held.fit.dense) == (moved, 0)
+    assert held.decode.parts["disk"] == 0
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -189,6 +236,21 @@ def test_the_command(tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture
     assert plan.main([str(folder), "--device-memory", "1GiB", "--host-memory", "0"]) == 0
     text = capsys.readouterr().out
     assert f"--model {folder}" in text and "0 on disk alone" in text and "hits" not in text
+
+
+def test_the_command_measures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--device-memory", "1GiB", "--host-memory", "0", "--measure", "--link", "25GB/s"]
+    found = planned(capsys, str(folder), *given)
+    sources = {name: each["source"] for name, each in found["machine"].items()}
+    assert sources.pop("link") == "given" and set(sources.values()) == {"measured"}
+    assert not any("assumed" in note for note in found["notes"])
+
+
+def test_the_command_it_gives_can_be_pasted(folder: Path, tmp_path: Path) -> None:
+    named = tmp_path / "my model"
+    named.symlink_to(folder)
+    found = plan_model(named, PlanOptions(device_memory="1GiB", host_memory=0))
+    assert f"--model '{named}' --device-memory" in str(found)
 
 
 def test_the_command_it_gives_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

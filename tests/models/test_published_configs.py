@@ -4,11 +4,9 @@
 """
 
 import dataclasses
-import json
 import math
 import re
 from collections import Counter, defaultdict
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,18 +18,7 @@ from novalm_jax.checkpoint.mapping import TensorOut, written_tensors
 from novalm_jax.config import ModelConfig
 from novalm_jax.models.families import FAMILIES, find_family
 from novalm_jax.models.params import parameters_of
-
-PUBLISHED = Path(__file__).parents[1] / "published"
-CONFIGS: dict[str, dict[str, Any]] = json.loads((PUBLISHED / "configs.json").read_text())
-TENSORS: dict[str, dict[str, Any]] = json.loads((PUBLISHED / "tensors.json").read_text())
-
-
-def published(name: str) -> dict[str, Any]:
-    """The model's config.json."""
-    own = dict(CONFIGS[name])
-    shared = published(own.pop("like")) if "like" in own else {}
-    absent = own.pop("without", ())
-    return {**{field: value for field, value in shared.items() if field not in absent}, **own}
+from published_helpers import CONFIGS, TENSORS, published
 
 
 def readable(name: str) -> dict[str, Any]:
