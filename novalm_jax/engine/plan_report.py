@@ -110,6 +110,11 @@ class Plan:
             )
         if self.fit.context_length < config.context_length and options.context_length == "auto":
             notes.append(f"the context is cut from {config.context_length} to {self.fit.context_length} tokens")
+        if options.prompt_tokens > self.fit.context_length:
+            notes.append(
+                f"forecasts are of {self.fit.context_length} tokens, as the context has no room for the "
+                f"{options.prompt_tokens} of prompt_tokens"
+            )
         if (dense := self.fit.dense) is not None:
             notes.append(
                 f"{len(dense.in_turn)} of {len(dense.parts)} parts of the dense weights come in every step, "
@@ -172,7 +177,8 @@ class Plan:
 
     def _memory(self) -> list[str]:
         parts = {name: size for name, size in self.fit.plan.parts.items() if size}
-        parts |= {"together": self.fit.plan.device_bytes, "device_memory": self.budgets.device}
+        parts |= {"together": self.fit.plan.device_bytes}
+        parts |= {"device_memory": self.budgets.device, "host_memory": self.budgets.host}
         return aligned([(name, str(size), format_size(size)) for name, size in parts.items()])
 
     def _speed(self) -> list[str]:

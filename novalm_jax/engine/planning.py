@@ -19,12 +19,13 @@ from novalm_jax.config import ModelConfig
 from novalm_jax.engine.estimate import Estimated, dense_bytes, expert_bytes, record_bytes
 from novalm_jax.engine.fitting import Budgets, Fit, fit
 from novalm_jax.engine.forecast import DenseTraffic, Forecast, Forecaster, Needs, Passes, cache_bytes
+from novalm_jax.engine.functions import DECODE_ROWS
 from novalm_jax.engine.machine import Machine
 from novalm_jax.engine.placement import read_budgets
 from novalm_jax.engine.plan_report import Plan, Planned, WeightSizes
 from novalm_jax.engine.probing import Probe
 from novalm_jax.engine.programs import capacity_for, prefill_rows
-from novalm_jax.errors import ConfigError
+from novalm_jax.errors import CheckpointError, ConfigError, OptionError
 from novalm_jax.experts.hit_rates import Hits, expected_hits
 from novalm_jax.experts.records import count_records, moe_layers
 from novalm_jax.models.counts import different_experts
@@ -47,6 +48,8 @@ def plan_model(model: str | Path | None, options: PlanOptions) -> Plan:
       BudgetError: it does not fit.
       OptionError: a file that the options name cannot be used, or the machine cannot be measured.
     """
+    if options.batch > DECODE_ROWS[-1]:
+        raise OptionError(f"batch: {options.batch} is more than {DECODE_ROWS[-1]}, the most that run together.")
     planned = read_planned(model)
     config, engine, budgets = planned.config, options.engine, _budgets(options)
     found = fit(Estimated(config, engine, options.expert_bits), budgets, engine, planned.name or config.model_type)

@@ -298,3 +298,28 @@ def test_what_is_not_given_is_of_this_machine(folder: Path, monkeypatch: pytest.
     assert found.budgets == Budgets(9 * 2**30, 99 * 2**30)
     with pytest.raises(OptionError):
         PlanOptions(device_tflops=-1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "says"),
+    [
+        ({"quantization_config": "fp8"}, [], "quantization_config is 'fp8', and no object"),
+        ({}, ["--batch", "33"], "batch: 33 is more than 32"),
+        (None, [], "There is no file"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_planned_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any] | None, arguments: list[str], says: str
+) -> None:
+    path = tmp_path / "config.json"
+    if change is not None:
+        path.write_text(json.dumps(published("qwen3-30b-a3b") | change))
+    assert plan.main([str(path), *MEMORY, *arguments]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_prompt_that_the_context_cuts_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, str(folder), "--device-memory", "1GiB", "--context-length", "64", "--prompt-tokens", "1000")
+    assert found["prefill"]["tokens"] == 64
+    assert any("forecasts are of 64 tokens" in note for note in found["notes"])
