@@ -225,3 +225,19 @@ def test_a_cache_that_cannot_be_written_only_warns(model, tmp_path):
     done = finished(command("--model", model, "--prompt", "a"), XDG_CACHE_HOME=str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "bc\n")
     assert f"{tmp_path / 'novalm-jax' / 'programs'} cannot be written" in done.stderr
+
+
+@pytest.mark.parametrize(("code", "ends"), [(130, True), (0, False)])
+def test_after_ctrl_c_nothing_is_waited_for(code: int, ends: bool) -> None:
+    """A thread that goes on, as a library's may that compiles, keeps a process only where it was not interrupted."""
+    program = f"""
+import os, threading
+from novalm_jax.commands import leave
+goes_on = threading.Event()
+threading.Thread(target=lambda: (goes_on.wait(3), os._exit(77))).start()
+print("out", end="")
+leave({code})
+"""
+    done = finished([sys.executable, "-c", program])
+    assert done.returncode == (code if ends else 77)
+    assert not ends or done.stdout == "out"
