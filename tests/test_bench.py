@@ -216,4 +216,4 @@ def test_policies_are_timed_in_turns_on_the_same_steps(capsys: pytest.CaptureFix
     table = capsys.readouterr().out
     assert table.startswith("trace    made-up routing") and " of it" not in table
     assert bench.main([*run, "--rounds", "7"]) == 2
-    assert "10 + 7 x 5 are run" in capsys.readouterr().err
+    assert "warm_up 10 + rounds 7 x steps 5 are run" in capsys.readouterr().err

@@ -147,7 +147,7 @@ def test_the_memory_for_some_slots_where_not_all_of_it_becomes_slots(folder, mon
 def test_mistakes(folder, tmp_path, capsys, monkeypatch) -> None:
     dense = tiny_checkpoint(tmp_path / "dense", "llama")
     wrong = tmp_path / "wrong.npz"
-    np.savez(wrong, experts=np.zeros((4, 2, 2), np.uint8))
+    np.savez(wrong, experts=np.tile(np.arange(2, dtype=np.uint8), (4, 2, 1)))
     for model, options, says in (
         (dense, [], "it has no routed experts"),
         (folder, ["--routing", str(wrong)], "wrong.npz has 4 tokens in 2 layers"),

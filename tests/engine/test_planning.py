@@ -274,7 +274,7 @@ def test_the_command_it_gives_runs(folder: Path, capsys: pytest.CaptureFixture[s
         (["--link", "0"], "link: '0' lets nothing through"),
         (["--context-length", "9999999"], "context_length: "),
         (["--batch", "0"], "batch: expected a whole number of at least 1"),
-        (["--batch", "99", "--hit-rate", "1"], "max_batch: 99 is more than 32"),
+        (["--batch", "99", "--hit-rate", "1"], " batch: 99 is more than 32"),
     ],
 )
 def test_mistakes(arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "light.npz": ({"experts": np.zeros((2, 1, 1), int), "record_bytes": 0}, "record_bytes is 0"),
     "large.npz": ({"experts": np.zeros((500, 1, 1), int)}, "experts takes 4128 bytes, and 4096 are the most"),
     "pickled.npz": ({"experts": np.array([[["x"]]], object)}, "pickle"),
-    "noise.npz": (b"PK\x03\x04" + bytes(50), "zip"),
+    "noise.npz": (b"PK\x03\x04" + bytes(50), "no .npz file"),
     "plain.npz": (np.zeros(3), ""),
     "columns.csv": (b"turn,phase,step,layer,slot\n0,1,0,0,0\n", "no column expert"),
     "short.csv": (b"turn,phase,step,layer,slot,expert\n0,1,0,0,0\n", "NoneType"),
