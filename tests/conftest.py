@@ -1,9 +1,12 @@
 """Strict numerics for every test: no silent dtype or rank promotion, warnings are errors (pyproject.toml)."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
+
+from streamed_helpers import shared_programs
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -16,6 +19,13 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[dict[Any, Any]]:
+    """The programs that models of a module share."""
+    with shared_programs() as programs:
+        yield programs
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -25,6 +25,8 @@ from novalm_jax.experts.traces import Trace
 from streamed_helpers import least_bytes
 from tiny_checkpoints import tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("shared")
+
 LAYERS, EXPERTS, CHOSEN, SLOTS = 3, 16, 2, 20
 PROMPT = [11]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_batch": 1, "context_length": 64}

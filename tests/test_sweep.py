@@ -24,6 +24,8 @@ from novalm_jax.units import parse_size
 from streamed_helpers import least_bytes
 from tiny_checkpoints import tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("shared")
+
 RECORDS = 3 * 16
 RECORD = 3 * 16 * 32 * 4
 

@@ -1,15 +1,14 @@
-"""What tests of experts in tiers share: one model on disk, the answers of its resident run, and programs."""
+"""What tests of experts in tiers share: one model on disk, and the answers of its resident run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from novalm_jax import LLM
-from streamed_helpers import Answers, shared_programs
+from streamed_helpers import Answers
 from streamed_model import BRIEF, OPTIONS, QUESTIONS, make_model
 
 
@@ -30,10 +29,3 @@ def resident(moe_folder: Path) -> dict[Any, Answers]:
             if dtype == "float32":
                 found["brief"] = BRIEF.ask(llm)
     return found
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[dict[Any, Any]]:
-    """The programs that models of a module share."""
-    with shared_programs() as programs:
-        yield programs

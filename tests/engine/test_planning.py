@@ -91,6 +91,7 @@ def test_every_published_model_is_planned_or_refused_by_its_configuration(name: 
 # --- one placement, compiled and by formulas -------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.5])
 def test_the_plan_of_a_budget_is_what_the_engine_does_with_it(folder: Path, share: float) -> None:
     """With room for what the bound of the workspace is larger than the workspace; without, there are no more slots."""
