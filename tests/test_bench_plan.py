@@ -20,6 +20,8 @@ from novalm_jax.engine.machine import Machine
 from novalm_jax.options import ComparePlanOptions, RoutingOptions
 from tiny_checkpoints import tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("shared")
+
 PAGE = (Path(__file__).parent.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 FEW = ["--tokens", "4", "--warm-up", "3", "--rounds", "1"]
 SHORT = {"load": FEW[4:], "prefill": ["--prompt-tokens", "4"], "decode": ["--prompt-tokens", "4", "--tokens", "6"]}

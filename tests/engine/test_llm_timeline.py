@@ -22,6 +22,8 @@ from streamed_helpers import executor_of, least_bytes
 from timeline_helpers import Event, rows_of
 from tiny_checkpoints import tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("shared")
+
 LAYERS, EXPERTS = 3, 16
 OPTIONS: dict[str, Any] = {"max_batch": 2, "context_length": 64, "dtype": "float32"}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
