@@ -20,6 +20,8 @@ from novalm_jax.models.params import parameters_of
 from novalm_jax.options import BenchOptions
 from tiny_checkpoints import tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("shared")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
