@@ -22,6 +22,8 @@ from novalm_jax.engine.executor import Executor
 from novalm_jax.errors import BudgetError, CheckpointError, EngineError, OptionError, RequestError
 from tiny_checkpoints import tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("shared")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
