@@ -10,13 +10,15 @@ import re
 from pathlib import Path
 
 from novalm_jax.errors import CheckpointError
+from novalm_jax.resources import embedded_checkpoint
 
 _NAME = re.compile(r"(?P<id>\w[\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 _ADDRESS = re.compile(r"(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)/+([\w.-]+/[\w.-]+).*", re.ASCII)
 
 
-def find_folder(model: str | Path) -> Path:
-    """The folder that `model` means: what exists under that path, else the model of that name in the local cache.
+def find_folder(model: str | Path | None) -> Path:
+    """The folder that `model` means: what exists under that path, else the model of that name in the local cache; None
+    is the model in this package.
 
     Args:
       model: a path, in which `~` is the user's home; or `org/name`, with `@` and a branch, tag or commit if it is not
@@ -29,6 +31,8 @@ def find_folder(model: str | Path) -> Path:
       CheckpointError: a name of the hub that is not in the cache, is malformed, or cannot be looked up because
         huggingface_hub is not installed.
     """
+    if model is None:
+        return embedded_checkpoint()
     text = str(model).rstrip("/") or str(model)
     path = Path(text)
     if _exists(path):

@@ -35,7 +35,6 @@ from novalm_jax.models.families import find_family
 from novalm_jax.models.families.family import Family
 from novalm_jax.models.params import parameters_of
 from novalm_jax.options import check_dtype
-from novalm_jax.resources import embedded_checkpoint
 
 Shardings = Callable[[Decoder], Mapping[str, jax.sharding.Sharding]]
 """Where parameters go, by path, given the model with shapes in place of arrays."""
@@ -90,8 +89,7 @@ class Checkpoint:
           CheckpointError: no folder is given; files are missing, damaged, or do not hold what config.json asks for.
           ConfigError: config.json asks for something that is not supported.
         """
-        folder = embedded_checkpoint() if folder is None else folder
-        if not isinstance(folder, str | Path) or not str(folder):
+        if not isinstance(folder, str | Path | None) or folder == "":
             raise CheckpointError(
                 f"{folder!r:.60} is no folder. Give the folder of a downloaded checkpoint, the one that holds "
                 "config.json, as a text or a Path."

@@ -15,12 +15,11 @@ import jax
 import numpy as np
 
 from novalm_jax.checkpoint.mapping import is_expert
-from novalm_jax.config import MoEConfig
 from novalm_jax.engine.functions import HEAD_BLOCK, Decoded, DecodeStep, Leaves, ModelWeights, PrefillChunk, Structure
 from novalm_jax.engine.programs import Programs, decode_rows, prefill_rows
 from novalm_jax.experts.expert_map import DEVICE, ExpertMap
 from novalm_jax.experts.recorder import Recorder
-from novalm_jax.experts.records import count_records
+from novalm_jax.experts.records import count_records, moe_layers
 from novalm_jax.kernels.storage import delete_arrays, storage_dtype
 from novalm_jax.models.decoder import Decoder, Routed
 from novalm_jax.models.router import Routing
@@ -144,9 +143,7 @@ class Executor(ABC):
     def expert_map(self) -> ExpertMap:
         """Where each expert is, and how often decode steps used it."""
         recorder, tiers = self.recorder, self.tiers()[self.recorder.layers]
-        for row, number in zip(tiers, recorder.layers, strict=True):
-            moe = self._layers[number].feed_forward
-            assert isinstance(moe, MoEConfig)
+        for row, moe in zip(tiers, moe_layers(self._programs.config).values(), strict=True):
             row[moe.num_experts :] = -1
         return ExpertMap(recorder.layers, recorder.uses, tiers, recorder.tokens)
 

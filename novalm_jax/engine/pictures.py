@@ -52,15 +52,15 @@ def draw_memory(parts: Mapping[str, int], budget: int, axes: Axes) -> None:
 
 def draw_timeline(timeline: Timeline, axes: Axes, begin: float, end: float) -> None:
     """What was read, uploaded and computed from one second to another, counted from the timeline's start."""
-    tracks = [track for track in get_args(Track) if timeline.intervals(track)]
-    for row, track in enumerate(tracks):
+    tracks = {track: intervals for track in get_args(Track) if (intervals := timeline.intervals(track))}
+    for row, intervals in enumerate(tracks.values()):
         spans = [
             (max(first, begin), min(last, end) - max(first, begin))
-            for first, last in timeline.intervals(track)
+            for first, last in intervals
             if last > begin and first < end
         ]
         axes.broken_barh(
             [(1e3 * (at - begin), 1e3 * length) for at, length in spans], (row - 0.4, 0.8), color=f"C{row}"
         )
-    axes.set(yticks=range(len(tracks)), yticklabels=tracks, xlabel="ms", xlim=(0, 1e3 * (end - begin)))
+    axes.set(yticks=range(len(tracks)), yticklabels=list(tracks), xlabel="ms", xlim=(0, 1e3 * (end - begin)))
     axes.invert_yaxis()

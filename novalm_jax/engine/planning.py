@@ -31,7 +31,6 @@ from novalm_jax.experts.records import count_records, moe_layers
 from novalm_jax.models.counts import different_experts
 from novalm_jax.models.families import find_family
 from novalm_jax.options import EngineOptions, PlanOptions
-from novalm_jax.resources import embedded_checkpoint
 from novalm_jax.units import parse_size
 
 
@@ -76,7 +75,7 @@ def read_planned(model: str | Path | None) -> Planned:
     Raises:
       CheckpointError, ConfigError: as `plan_model`.
     """
-    path = embedded_checkpoint() if model is None else find_folder(model)
+    path = find_folder(model)
     if path.suffix == ".json" and not path.exists():
         raise CheckpointError(f"There is no file {path}. Give a config.json, or the folder that holds it.")
     folder = None if path.is_file() else path

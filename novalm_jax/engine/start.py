@@ -136,13 +136,14 @@ def _start_experts(
         if host is not None and slots >= count_records(checkpoint.config):
             everything = [Record(number, expert) for number, moe in sparse.items() for expert in range(moe.num_experts)]
             _fill_host(host, reader, everything, programs.record_bytes)
-        elif host is not None:
+        elif host is not None and wanted:
             # What the device has at first is read again should it leave there.
             _fill_host(host, reader, wanted[programs.slots :][:slots], programs.record_bytes)
         pool = DevicePool(programs.layout, programs.slots, programs.insert)
         undo.callback(pool.close)
         table = SlotTable(layers, experts, programs.slots)
-        _fill_device(pool, table, host, reader, wanted[: programs.slots], programs)
+        if wanted:
+            _fill_device(pool, table, host, reader, wanted[: programs.slots], programs)
         fetcher = Fetcher(reader, programs.layout, host, link, timeline)
         undo.callback(fetcher.close)
         streamer = Streamer(pool, table, new_policy(), fetcher, count_records(checkpoint.config), timeline)

@@ -9,9 +9,9 @@ import numpy as np
 
 from novalm_jax.config import ModelConfig
 from novalm_jax.experts.policy import POLICIES
-from novalm_jax.experts.profile import most_used, read_profile
+from novalm_jax.experts.profile import read_profile
 from novalm_jax.experts.records import count_records, moe_layers
-from novalm_jax.experts.simulator import Events, events_of, replay
+from novalm_jax.experts.simulator import Events, events_of, replay, warm
 from novalm_jax.experts.slots import SlotTable
 from novalm_jax.experts.synthetic import make_trace
 from novalm_jax.experts.traces import Trace, read_trace
@@ -107,7 +107,5 @@ def _hit_rate(events: Events, uses: np.ndarray, slots: int) -> float:
     """With slots that hold at first what was used most, as after a long run."""
     layers, experts = uses.shape
     policy, table = POLICIES["default"](layers, experts), SlotTable(layers, experts, slots)
-    policy.seed(uses)
-    for slot, record in enumerate(most_used(uses)[:slots]):
-        table.put(record, slot)
+    warm(policy, [table], uses)
     return replay(events, policy, [table]).hit_rate

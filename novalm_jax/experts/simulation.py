@@ -11,7 +11,7 @@ from novalm_jax.errors import OptionError
 from novalm_jax.experts.curves import fit_slots, lru_hit_rates, lru_hits
 from novalm_jax.experts.policy import POLICIES, Policy
 from novalm_jax.experts.profile import ExpertProfile, read_profile
-from novalm_jax.experts.simulator import Belady, Events, Replay, events_of, replay
+from novalm_jax.experts.simulator import Belady, Events, Replay, events_of, replay, warm
 from novalm_jax.experts.slots import SlotTable
 from novalm_jax.experts.traces import Trace, read_trace
 from novalm_jax.options import SimulateOptions
@@ -172,12 +172,7 @@ class Setting:
         policy = Belady(*self.shape, self.events) if name == "belady" else POLICIES[name](*self.shape)
         tables = [SlotTable(*self.shape, size) for size in self._pools(slots)]
         if self.profile is not None:
-            policy.seed(self.profile.uses)
-            for record in self.profile.most_used():
-                table = tables[record.layer % len(tables)]
-                slot = table.empty_slot()
-                if slot is not None:
-                    table.put(record, slot)
+            warm(policy, tables, self.profile.uses)
         return policy, tables
 
     def step_ms(self, uploads: float) -> tuple[float, float] | None:

@@ -13,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from novalm_jax.experts.policy import Policy, admit, lowest
+from novalm_jax.experts.profile import most_used
 from novalm_jax.experts.records import Record
 from novalm_jax.experts.slots import NOWHERE, SlotTable
 from novalm_jax.experts.traces import Trace
@@ -113,6 +114,16 @@ def events_of(trace: Trace, batch: int | None) -> Events:
     borders = np.searchsorted(different, np.arange(1, len(together) * layers) * most)
     found = np.split(different % most, borders)
     return [found[start : start + layers] for start in range(0, len(found), layers)]
+
+
+def warm(policy: Policy, tables: Sequence[SlotTable], uses: np.ndarray) -> None:
+    """Starts a new policy and empty tables from how often records were used, float64 `[layers, experts]`: those that
+    were used most have the slots."""
+    policy.seed(uses)
+    for record in most_used(uses):
+        table = tables[record.layer % len(tables)]
+        if (slot := table.empty_slot()) is not None:
+            table.put(record, slot)
 
 
 def replay(

@@ -197,7 +197,6 @@ class Streamer:
         if self._pool.lost:
             # In this order: a table over empty slots would be wrong without a word.
             self._table.clear_all()
-            self._order, self._in_use = [], set()
             self._prefetched.clear()
             self._pool.renew()
         self._awaited = NOWHERE
