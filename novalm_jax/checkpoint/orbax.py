@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ from novalm_jax.units import format_size
 _METADATA = "_METADATA"
 # A device that restores part of an array reads whole chunks of it.
 _CHUNK = 64 << 20
+_NOTES = re.compile(r" \[[a-z_ ]+='")
 
 Result = TypeVar("Result")
 
@@ -301,12 +303,14 @@ def _save(path: Path, arrays: Mapping[str, jax.Array]) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps what Orbax logs, with tracebacks of its threads, off the screen: an error says it all, once."""
-    logger = logging.getLogger("absl")
-    logger.addFilter(_nothing)
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    for logger in loggers:
+        logger.addFilter(_nothing)
     try:
         yield
     finally:
-        logger.removeFilter(_nothing)
+        for logger in loggers:
+            logger.removeFilter(_nothing)
 
 
 def _nothing(_: logging.LogRecord) -> bool:
@@ -314,11 +318,13 @@ def _nothing(_: logging.LogRecord) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what was first to fail; of a long one the start, and the end with the system's words."""
+    """The first line of what was first to fail, without TensorStore's notes; of a long one the start and the end."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0] if len(lines[0]) <= 300 else f"{lines[0][:140]} ... {lines[0][-140:]}"
+    # The notes come in any order, and one of them is the whole specification of an array.
+    line = _NOTES.split(lines[0])[0] or lines[0]
+    return line if len(line) <= 300 else f"{line[:140]} ... {line[-140:]}"
 
 
 def _require(folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from novalm_jax.checkpoint import atomic
+from novalm_jax.checkpoint import atomic, orbax
 from novalm_jax.checkpoint.atomic import MANIFEST, Work, check_destination, write_whole
 from novalm_jax.checkpoint.conversion import convert_checkpoint
 from novalm_jax.checkpoint.orbax import load_orbax
@@ -351,6 +351,15 @@ def test_a_failure_within_orbax_is_explained_and_leaves_nothing(tmp_path: Path) 
     assert "python -m novalm_jax.convert: " in said and "cannot be written: " in said and "File too large" in said
     # Its threads log what they fail of, at length.
     assert "run() raised" not in said
+
+
+@pytest.mark.parametrize("spec", ["", """ [tensorstore_spec='{"driver":"zarr3","path":"a","chunks":[1,2]}']"""])
+@pytest.mark.parametrize("code", ["", " [os_error_code='27']"])
+def test_the_reason_of_a_failure_within_orbax_is_short(spec: str, code: str) -> None:
+    said = 'OUT_OF_RANGE: Error writing "w": Failed to write 9 bytes to file 12: File too large'
+    for notes in (spec + code, code + spec):
+        assert orbax._reason(ValueError(said + notes + "\nmore")) == said
+    assert orbax._reason(ValueError()) == "ValueError"
 
 
 def test_a_folder_is_removed_while_something_still_writes_into_it(
