@@ -50,6 +50,10 @@ class EngineError(NovaError):
     """The engine failed while it ran; the requests it was running are lost."""
 
 
+class PageError(EngineError):
+    """Pages of the key-value cache were used against the rules; without this, something wrong would be read."""
+
+
 class WriteError(NovaError):
     """Files could not be written: the disk is full, was taken away, or failed."""
 

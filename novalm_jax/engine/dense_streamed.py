@@ -67,7 +67,7 @@ class DenseStreamedExecutor(StreamedExecutor):
         }
 
     def close(self) -> None:
-        """Ends all threads, and frees weights, slots and caches."""
+        """Ends all threads, and frees weights, slots and pages."""
         self.dense.close()
         super().close()
 

@@ -1,8 +1,8 @@
-"""Requests -> tokens, step by step: which request has which row of the cache, and what each step runs.
+"""Requests -> tokens, step by step: what each step runs, and what becomes of its results.
 
-Single-threaded by design: whoever waits for a request steps the engine, and a lock lets several threads wait. A step
-admits waiting requests to free rows, in order, goes on with their prompts for as long as decoding may wait, and then
-decodes one token for every running request.
+Single-threaded by design: whoever waits for a request steps the engine, and a lock lets several threads wait. In a step
+the scheduler gives rows and pages to requests; prompts go on for as long as decoding may wait; then one token is
+decoded for every request that runs.
 """
 
 from __future__ import annotations
@@ -15,54 +15,73 @@ from typing import NamedTuple
 
 import numpy as np
 
-from novalm_jax.engine.executor import Executor, Prompt
+from novalm_jax.engine.executor import Executor, Line, Part, cut
 from novalm_jax.engine.functions import Decoded
 from novalm_jax.engine.request import Request
 from novalm_jax.engine.sampler import Sampler
 from novalm_jax.engine.sampling import greedy_suffices
+from novalm_jax.engine.scheduler import Limits, Scheduler, Take
 from novalm_jax.errors import CheckpointError, EngineError
+from novalm_jax.kv.pages import Held
 
 PREFILL_SLICE = 0.1
 """Seconds that a decode step waits for prompts at most, and for the layer that they are in."""
 
 
-class _Prefill(NamedTuple):
-    """Prompts on their way through the model."""
+class _Pass(NamedTuple):
+    """Parts of prompts on their way through the model: whose part each is, and what it takes."""
 
-    requests: list[Request]
+    takes: list[Take]
+    owners: list[Take]
     progress: Generator[tuple[int, Decoded] | None]
 
     @property
+    def requests(self) -> list[Request]:
+        """Whose prompts they are."""
+        return [take.request for take in self.takes]
+
+    @property
     def wanted(self) -> bool:
-        """Whether somebody waits for one that is not through."""
-        return any(
-            request.finish_reason is None and not request.dropped and not request.token_ids for request in self.requests
-        )
+        """Whether somebody waits for one of them."""
+        return any(request.finish_reason is None and not request.dropped for request in self.requests)
 
 
 class Engine:
     """Runs requests on an executor, many at a time.
 
     Attributes:
-      prompt_tokens: tokens of prompts that were prefilled.
+      scheduler: says which.
+      prompt_tokens: tokens of prompts that are through.
       generated_tokens: tokens that were chosen.
+      steps: decode steps.
       compute_seconds: time spent in prefill, decode and sampling.
+      longest_wait: most seconds that prompts took before a decode step that somebody waited for.
     """
 
-    def __init__(self, executor: Executor, sampler: Sampler):
+    def __init__(self, executor: Executor, sampler: Sampler, host_bytes: int = 0, keeps_prefixes: bool = True):
+        """`host_bytes` for pages of requests that have to wait; with `keeps_prefixes` prompts share pages."""
         self._executor = executor
         self._sampler = sampler
+        limits = Limits(
+            executor.rows, executor.chunk, executor.pass_chunks, executor.page_bytes, host_bytes, keeps_prefixes
+        )
+        self.scheduler = Scheduler(executor.new_book(), limits, executor)
         self._lock = threading.RLock()
-        # In the order of arrival. One list and rows derived from it: an interrupt can come between any two
-        # instructions, and must find no request or row between two places.
+        # In the order of arrival. One list and everything derived from it: an interrupt can come between any two
+        # instructions, and must find no request between two places.
         self._requests: list[Request] = []
-        self._prefilling: _Prefill | None = None
+        self._numbers = 0
+        self._pass: _Pass | None = None
         self._closed = self._freed = False
         # What closed it, where nobody did.
         self._error: Exception | None = None
+        # Whose state the sampler has in each row.
+        self._sampled_in: dict[int, int] = {}
         self.prompt_tokens = 0
         self.generated_tokens = 0
+        self.steps = 0
         self.compute_seconds = 0.0
+        self.longest_wait = 0.0
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests; `step` runs them.
@@ -72,7 +91,14 @@ class Engine:
         """
         with self._lock:
             self.check_open()
+            for request in requests:
+                request.number = self.next_number()
             self._requests = [*self._requests, *requests]
+
+    def next_number(self) -> int:
+        """Of a sequence that begins."""
+        self._numbers += 1
+        return self._numbers - 1
 
     def run_until_ended(self, request: Request) -> None:
         """Steps until `request` has ended.
@@ -101,10 +127,15 @@ class Engine:
                 raise EngineError("The request is unknown here; it was submitted to another LLM, or not at all.")
 
     def abort(self, requests: Sequence[Request]) -> None:
-        """Ends those that still run; their rows are free from the next step on."""
+        """Ends those that still run, and frees their rows and pages."""
         with self._lock:
             for request in requests:
                 request.finish("abort")
+            try:
+                self._release()
+            except BaseException as error:
+                self._fail(error)
+                raise
 
     def step(self) -> None:
         """One iteration. What fails in it ends every running request.
@@ -117,7 +148,11 @@ class Engine:
             self.check_open()
             try:
                 self._release()
+                self.scheduler.place(self._requests, self._busy)
+                start, waiting = time.perf_counter(), bool(self._running())
                 self._prefill()
+                if waiting:
+                    self.longest_wait = max(self.longest_wait, time.perf_counter() - start)
                 self._decode()
                 self._release()
             except BaseException as error:
@@ -139,24 +174,25 @@ class Engine:
             raise EngineError("This LLM is closed; make a new one.") from self._error
 
     @contextmanager
-    def spare_row(self) -> Iterator[int]:
-        """A row of the cache for work outside the requests, which wait meanwhile. What fails in it ends those that
-        run: their rows are lost with the caches. Such work asks `check_open` now and then, so that it ends with the
-        engine.
+    def spare_pages(self, tokens: int) -> Iterator[Held]:
+        """A sequence of so many tokens for work outside the requests, which wait meanwhile. What fails in it ends those
+        that run: their pages are lost. Such work asks `check_open` now and then, so that it ends with the engine.
 
         Raises:
-          CheckpointError, EngineError: the engine is closed, or a step failed before a row was free.
+          CheckpointError, EngineError: the engine is closed, or a step failed before there was room.
         """
         with self._lock:
             self.check_open()
             # The memory of prompts that are on their way is needed for it, too.
-            while self._prefilling or not self._free_rows():
+            while self._pass or not self.scheduler.make_room(tokens, self._requests):
                 self.step()
+            held = self.scheduler.pages.new()
             try:
-                yield self._free_rows()[0]
+                yield held
             except BaseException as error:
                 self._fail(error)
                 raise
+            self.scheduler.pages.free(held)
 
     def close(self) -> None:
         """Ends all requests and frees the device's memory. Again, it frees what an interrupt left.
@@ -170,91 +206,106 @@ class Engine:
                 if request.finish_reason is None and not request.dropped:
                     request.error = EngineError("The LLM was closed before this request had ended.")
                 request.finish("abort")
-            self._requests = []
-            self._drop_prompts()
+            self._release()
             if not self._freed:
                 self._executor.close()
                 self._sampler.close()
                 self._freed = True
 
-    def _placed(self) -> list[Request]:
-        """Those that have a row."""
-        return [request for request in self._requests if request.row is not None]
+    @property
+    def _busy(self) -> list[Request]:
+        """Those whose pages a pass uses."""
+        return self._pass.requests if self._pass else []
 
     def _running(self) -> list[Request]:
-        """Those whose prompts are through."""
-        return [request for request in self._placed() if request.token_ids]
-
-    def _free_rows(self) -> list[int]:
-        prompts = self._prefilling.requests if self._prefilling else []
-        taken = {request.row for request in (*self._requests, *prompts)}
-        return [row for row in range(self._executor.rows) if row not in taken]
+        """Those whose prompts are through, and whose pages are on the device."""
+        return [request for request in self._requests if request.row is not None and request.token_ids]
 
     def _prefill(self) -> None:
         """Goes on with prompts, and begins with others, until there are none or decoding must not wait any longer. One
         layer of a prompt is run at least."""
         begin = time.perf_counter()
-        while not self._closed and (self._prefilling or self._admit()):
-            assert self._prefilling is not None
+        while not self._closed and (self._pass or self._begin_pass()):
+            assert self._pass is not None
             start = time.perf_counter()
-            for through in self._prefilling.progress:
+            for through in self._pass.progress:
                 if through is not None:
                     number, decoded = through
-                    request = self._prefilling.requests[number]
-                    if request.finish_reason is None:
-                        self.prompt_tokens += len(request.prompt_ids)
-                        self._accept([request], decoded)
+                    self._prompt_is_through(self._pass.owners[number].request, decoded)
                     del decoded
                 del through
-                if self._closed or not self._prefilling.wanted or self._must_decode(begin):
+                if self._closed or not self._pass.wanted or self._must_decode(begin):
                     break
             else:
-                self._prefilling = None
+                self._end_pass()
             self.compute_seconds += time.perf_counter() - start
             self._release()
-            if self._prefilling and not self._prefilling.wanted:
-                self._drop_prompts()
             if self._must_decode(begin):
                 return
+            if self._pass is None:
+                self.scheduler.place(self._requests, ())
 
     def _must_decode(self, begin: float) -> bool:
         """Whether prompts had their time since `begin`, and somebody waits for the next token."""
         return time.perf_counter() - begin >= PREFILL_SLICE and bool(self._running())
 
-    def _admit(self) -> bool:
-        """Gives rows to requests that wait, and begins with their prompts; whether there were any."""
-        waiting = [request for request in self._requests if request.row is None]
-        admitted = list(zip(waiting, self._free_rows(), strict=False))
-        for request, row in admitted:
-            request.row = row
-            if not greedy_suffices(request.sampling):
-                self._sampler.admit(row, request.sampling, request.prompt_ids, sorted(request.end_ids))
-        prompts = [Prompt(row, request.prompt_ids) for request, row in admitted]
-        if admitted:
-            self._prefilling = _Prefill([request for request, _ in admitted], self._executor.prefill(prompts))
-        return bool(admitted)
+    def _begin_pass(self) -> bool:
+        """Begins with parts of prompts; whether there are any."""
+        takes = self.scheduler.next_pass(self._requests)
+        parts: list[Part] = []
+        owners: list[Take] = []
+        for take in takes:
+            prompt, held, chunk = take.request.prompt_ids, take.request.held, self._executor.chunk
+            assert held is not None
+            its = cut(prompt, take.start, take.end, chunk, len(prompt), held)
+            parts += its
+            owners += [take] * len(its)
+        if takes:
+            self._pass = _Pass(takes, owners, self._executor.prefill(parts))
+        return bool(takes)
 
-    def _drop_prompts(self) -> None:
-        if self._prefilling is not None:
-            prefilling, self._prefilling = self._prefilling, None
-            prefilling.progress.close()
+    def _end_pass(self) -> None:
+        assert self._pass is not None
+        takes, self._pass = self._pass.takes, None
+        for request, _, end in takes:
+            if request.held is not None and request.computed < end:
+                self.scheduler.computed(request, end)
+
+    def _drop_pass(self) -> None:
+        if self._pass is not None:
+            dropped, self._pass = self._pass, None
+            dropped.progress.close()
+
+    def _prompt_is_through(self, request: Request, decoded: Decoded) -> None:
+        """A prompt's last token is computed: its first token is chosen, and those of requests that share the prompt."""
+        if request.finish_reason is not None:
+            return
+        self.prompt_tokens += len(request.prompt_ids)
+        self.scheduler.computed(request, len(request.prompt_ids))
+        followers = [one for one in self._requests if one.leader is request and one.finish_reason is None]
+        together = [request, *(one for one in followers if self.scheduler.fork(request, one))]
+        self.prompt_tokens += sum(len(one.prompt_ids) for one in together[1:])
+        lines = len(decoded.greedy)
+        for begin in range(0, len(together), lines):
+            self._accept(together[begin : begin + lines], decoded)
 
     def _decode(self) -> None:
-        running = self._running()
-        if running:
-            start = time.perf_counter()
-            lengths = [request.length for request in running]
-            decoded = self._executor.decode(
-                tokens=[request.token_ids[-1] for request in running],
-                rows=[_row(request) for request in running],
-                positions=[length - 1 for length in lengths],
-                known=lengths,
-            )
-            self._accept(running, decoded)
+        start = time.perf_counter()
+        running = self.scheduler.next_decode(self._requests, self._busy)
+        lines = []
+        for request in running:
+            assert request.held is not None
+            length = request.length
+            lines.append(Line(request.token_ids[-1], length - 1, length, request.held, request.number))
+        if lines:
+            self._accept(running, self._executor.decode(lines))
+            self.steps += 1
             self.compute_seconds += time.perf_counter() - start
 
     def _accept(self, requests: Sequence[Request], decoded: Decoded) -> None:
         """Chooses a token for each request from its line of `decoded`, and hands it over."""
+        for request in requests:
+            self._enter(request)
         ids = np.asarray(decoded.greedy).tolist()
         logprobs: list[dict[int, float] | None] = [None] * len(requests)
         drawn = [None if greedy_suffices(request.sampling) else _row(request) for request in requests]
@@ -266,24 +317,40 @@ class Engine:
             request.accept(token, logprob)
             self.generated_tokens += 1
 
+    def _enter(self, request: Request) -> None:
+        """Tells the sampler whose the row is, where it is another request's by now."""
+        row = _row(request)
+        if not greedy_suffices(request.sampling) and self._sampled_in.get(row) != request.number:
+            ends, sampling = sorted(request.end_ids), request.sampling
+            self._sampler.admit(row, sampling, request.prompt_ids, ends, request.token_ids)
+            self._sampled_in[row] = request.number
+
     def _release(self) -> None:
-        """Lets go of requests that ended or that nobody waits for, and so of their rows."""
+        """Lets go of requests that ended or that nobody waits for, and so of their rows and pages."""
         for request in self._requests:
             if request.dropped:
                 request.finish("abort")
+            if request.finish_reason is not None:
+                self.scheduler.release(request)
         self._requests = [request for request in self._requests if request.finish_reason is None]
+        if self._pass and not self._pass.wanted:
+            self._drop_pass()
 
     def _fail(self, error: BaseException) -> None:
-        """Ends what runs: its rows are lost with the caches. Without all weights there is nothing left to run: where
-        they cannot be read, everything ends."""
+        """Ends what has pages: they are lost. Without all weights there is nothing left to run: where they cannot be
+        read, everything ends."""
         lost = isinstance(error, CheckpointError) or self._executor.broken
         if lost and isinstance(error, Exception):
             self._error = self._error or error
-        for request in self._requests if lost else self._placed():
-            if request.finish_reason is None:
+        self._drop_pass()
+        for request in self._requests:
+            placed = request.row is not None or request.held is not None or request.moved is not None
+            if request.finish_reason is None and (lost or placed):
                 request.error = error if isinstance(error, Exception) else None
                 request.finish("abort")
-        self._drop_prompts()
+            request.row = request.held = request.moved = None
+        self.scheduler.reset(self._executor.new_book())
+        self._sampled_in.clear()
         self._release()
         if lost:
             self.close()

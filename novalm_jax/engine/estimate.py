@@ -14,15 +14,15 @@ import numpy as np
 
 from novalm_jax.config import ModelConfig, MoEConfig
 from novalm_jax.engine.fitting import Sizes
-from novalm_jax.engine.programs import Shapes, capacity_for
+from novalm_jax.engine.programs import Shapes
 from novalm_jax.engine.sampler import Sampler
 from novalm_jax.engine.workspace import Workspace
 from novalm_jax.experts.dense import DensePlan
 from novalm_jax.experts.fetcher import IN_FLIGHT
 from novalm_jax.experts.memory_plan import MemoryPlan
 from novalm_jax.experts.records import moe_layers
-from novalm_jax.kernels.storage import tree_bytes
-from novalm_jax.kv.static import cache_shape
+from novalm_jax.kv.paged import page_bytes
+from novalm_jax.kv.pages import blocks
 from novalm_jax.models.counts import dense_counts, ends_counts, expert_count, gated_mlp, outer_counts
 from novalm_jax.options import EngineOptions
 
@@ -31,6 +31,7 @@ def estimate_plan(
     config: ModelConfig,
     options: EngineOptions,
     context: int,
+    pages: int | None = None,
     slots: int | None = None,
     pass_chunks: int = 1,
     dense: DensePlan | None = None,
@@ -42,17 +43,17 @@ def estimate_plan(
       config: the model.
       options: `dtype` and `max_batch` of them.
       context: tokens of a request.
+      pages: of layers that see everything; None: for `max_batch` requests.
       slots: experts on the device, where they come and go; None where all of them stay, 0 where there are none.
       pass_chunks: prefill chunks that share a pass over weights that come and go.
       dense: where dense weights are that come in parts; only with `slots`.
       expert_bits: as in `expert_bytes`.
     """
     dtype = np.dtype(jnp.dtype(options.dtype))
-    shapes = Shapes(options.max_batch, capacity_for(context), dtype)
+    shapes = Shapes.of(config, options.max_batch, context, dtype, pages, pass_chunks)
     workspace = Workspace(config, shapes, dense)
-    caches = [cache_shape(layer.attention, shapes.rows, shapes.capacity, dtype) for layer in config.layers]
     held = {
-        "KV cache": tree_bytes(caches),
+        "KV cache": sum(page_bytes(config, shapes.capacity, shapes.pages, dtype)),
         "sampler": Sampler(options.max_batch, config.vocab_size).nbytes,
         "prompt that waits": workspace.paused_bytes,
     }
@@ -108,20 +109,16 @@ class Estimated(Sizes):
 
     def chunk_bytes(self, context: int) -> int:
         """As in `Sizes`."""
-        return Workspace(self.config, self.shapes(context)).chunk_bytes
+        return Workspace(self.config, self.shapes(context, blocks(context))).chunk_bytes
 
-    def held(self, context: int) -> dict[str, int]:
+    def held(self, context: int, pages: int) -> dict[str, int]:
         """As in `Sizes`."""
-        return {name: size for name, size in self.resident(context).parts.items() if name != "workspace"}
+        return {name: size for name, size in self.resident(context, pages).parts.items() if name != "workspace"}
 
-    def resident(self, context: int) -> MemoryPlan:
+    def resident(self, context: int, pages: int) -> MemoryPlan:
         """As in `Sizes`."""
-        return estimate_plan(self.config, self._options, context, expert_bits=self._bits)
+        return estimate_plan(self.config, self._options, context, pages, expert_bits=self._bits)
 
-    def streamed(self, context: int, slots: int, pass_chunks: int, dense: DensePlan | None) -> MemoryPlan:
+    def streamed(self, context: int, pages: int, slots: int, pass_chunks: int, dense: DensePlan | None) -> MemoryPlan:
         """As in `Sizes`."""
-        return estimate_plan(self.config, self._options, context, slots, pass_chunks, dense, self._bits)
-
-    @property
-    def _dtype(self) -> np.dtype:
-        return np.dtype(jnp.dtype(self._options.dtype))
+        return estimate_plan(self.config, self._options, context, pages, slots, pass_chunks, dense, self._bits)

@@ -1,7 +1,7 @@
-"""Runs the programs: owns the weights and the caches on the device, and the order in which they are used.
+"""Runs the programs: owns the weights and the pages on the device, and the order in which they are used.
 
-Knows tokens, rows and positions. Refuses to know requests, sampling and text. One thread at a time may call it: a
-cache that a program was given is gone, and only the newest one is held here.
+Knows tokens, positions and tables of pages. Refuses to know requests, sampling and text, and who holds which page. One
+thread at a time may call it: pages that a program was given are gone, and only the newest are held here.
 """
 
 from __future__ import annotations
@@ -17,46 +17,101 @@ import numpy as np
 from novalm_jax.checkpoint.mapping import is_expert
 from novalm_jax.engine.functions import HEAD_BLOCK, Decoded, DecodeStep, Leaves, ModelWeights, PrefillChunk, Structure
 from novalm_jax.engine.programs import Programs, decode_rows, prefill_rows
+from novalm_jax.errors import PageError
 from novalm_jax.experts.expert_map import DEVICE, ExpertMap
 from novalm_jax.experts.recorder import Recorder
 from novalm_jax.experts.records import count_records, moe_layers
-from novalm_jax.kernels.storage import delete_arrays, storage_dtype
+from novalm_jax.kernels.storage import delete_arrays, storage_dtype, tree_bytes
+from novalm_jax.kv.paged import MOVED_TOGETHER, LayerPages
+from novalm_jax.kv.pages import NONE, Copy, Held, Pages, blocks
 from novalm_jax.models.decoder import Decoder, Routed
 from novalm_jax.models.router import Routing
 from novalm_jax.timeline import Timeline
 
 
-class Prompt(NamedTuple):
-    """Tokens, and the row of the cache that they go to."""
+class Part(NamedTuple):
+    """Some tokens of a prompt, at most a chunk of them.
 
-    row: int
+    Attributes:
+      tokens: of the prompt.
+      start: position of the first one; those before it are computed.
+      known: tokens that are known of the sequence.
+      held: its pages.
+      last: whether the prompt ends here.
+    """
+
     tokens: Sequence[int]
+    start: int
+    known: int
+    held: Held
+    last: bool
+
+
+def cut(prompt: Sequence[int], start: int, end: int, chunk: int, known: int, held: Held) -> list[Part]:
+    """Tokens `start` to `end` of a prompt, in parts of `chunk` tokens at most; of its sequence `known` are known."""
+    ends = [min(begin + chunk, end) for begin in range(start, end, chunk)]
+    begins = [start, *ends[:-1]]
+    return [
+        Part(prompt[begin:stop], begin, known, held, stop == len(prompt))
+        for begin, stop in zip(begins, ends, strict=True)
+    ]
+
+
+class Line(NamedTuple):
+    """What a decode step computes of a sequence.
+
+    Attributes:
+      token: the latest one.
+      position: where it stands.
+      known: tokens that are known of the sequence.
+      held: its pages.
+      sequence: a number that it has alone.
+    """
+
+    token: int
+    position: int
+    known: int
+    held: Held
+    sequence: int
 
 
 class Chunk(NamedTuple):
-    """A part of a prompt: its tokens, padded to `bucket`, and where they go; of which prompt, and whether the last."""
+    """A part of a prompt on its way: its tokens, padded to `bucket`, and the how manieth part it is."""
 
     tokens: np.ndarray
     bucket: int
-    at: PrefillChunk
-    prompt: int
-    last: bool
+    part: Part
+    number: int
 
     @property
     def length(self) -> int:
         """Tokens that are not padding."""
-        return int(self.at.tokens)
+        return len(self.part.tokens)
+
+
+class Saved(NamedTuple):
+    """The content of pages on the host: for each lot of `MOVED_TOGETHER` of each group all layers' arrays."""
+
+    lots: list[tuple[LayerPages, ...]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return tree_bytes(self.lots)
 
 
 class Executor(ABC):
-    """A model with a cache for `programs.shapes.rows` sequences. A timeline shows its programs, each of which is waited
-    for then.
+    """A model with pages for sequences. A timeline shows its programs, each of which is waited for then.
 
     Attributes:
-      rows: sequences that the cache has room for.
+      rows: sequences that a decode step computes at most.
+      chunk: tokens that a part of a prompt has at most.
+      pass_chunks: parts of prompts that may share a pass over the weights.
       launches: programs that were run.
       recorder: counts the experts of decode steps. Whoever wants a trace puts one in its place that keeps one.
     """
+
+    pass_chunks = 1
 
     def __init__(self, programs: Programs, outer: Leaves, timeline: Timeline | None = None):
         shapes = programs.shapes
@@ -67,41 +122,41 @@ class Executor(ABC):
         self._timeline = timeline
         self._outer = outer
         self._layers = programs.config.layers
-        self._caches = list(programs.new_caches())
+        self._pages = list(programs.new_pages())
         self._prefill_rows = prefill_rows(shapes.capacity)
         self._decode_rows = decode_rows(shapes.rows)
+        self.chunk = self._prefill_rows[-1]
 
-    def prefill(self, prompts: Sequence[Prompt]) -> Generator[tuple[int, Decoded] | None]:
-        """Puts prompts into rows of the cache, chunk by chunk.
+    def new_book(self) -> Pages:
+        """Keeps book of the pages, none of which is in use."""
+        shapes = self._programs.shapes
+        return Pages(self._programs.reaches, shapes.pages, blocks(shapes.capacity))
+
+    def prefill(self, parts: Sequence[Part]) -> Generator[tuple[int, Decoded] | None]:
+        """Runs parts of prompts, those of one prompt in order, whose tokens get into pages that are there for them.
 
         Yields:
-          None where a decode step may come between; all that was dispatched is done then. For each prompt, once it is
-          through, its number and what follows its last token, as the first of some equal rows.
+          None where a decode step may come between; all that was dispatched is done then. For each part with which a
+          prompt ends its number and what follows its last token, as the first of some equal rows.
         """
-        chunks = [
-            chunk for number, prompt in enumerate(prompts) for chunk in self._chunks(prompt, len(prompt.tokens), number)
-        ]
-        for prompt in prompts:
-            self.recorder.begin(prompt.row)
-        for through in self._through_layers(chunks):
+        for through in self._through_layers(self._chunks(parts)):
             if through is None:
                 yield None
-            elif through[0].last:
+            elif through[0].part.last:
                 chunk, x = through
-                yield chunk.prompt, self._head(chunk, x)
+                yield chunk.number, self._head(chunk, x)
                 del x
             del through
 
-    def prefill_logits(self, row: int, tokens: Sequence[int], known: int, out: np.ndarray) -> Generator[None]:
-        """Puts a prompt, a part of a sequence of which `known` tokens are known, into a row of the cache, and fills
-        `out`, float32 `[t, v]`, with the logits of all of its tokens, brought to the host block by block.
+    def prefill_logits(self, parts: Sequence[Part], out: np.ndarray) -> Generator[None]:
+        """As `prefill`, and fills `out`, float32 `[t, v]`, with the logits of all tokens, brought to the host block by
+        block.
 
         Yields:
           At every border between layers.
         """
         begin = 0
-        self.recorder.begin(row)
-        for through in self._through_layers(self._chunks(Prompt(row, tokens), known)):
+        for through in self._through_layers(self._chunks(parts)):
             if through is not None:
                 chunk, x = through
                 self._head_of_all(chunk, x, out[begin : begin + chunk.length])
@@ -110,22 +165,52 @@ class Executor(ABC):
             del through
             yield
 
-    def decode(
-        self, tokens: Sequence[int], rows: Sequence[int], positions: Sequence[int], known: Sequence[int]
-    ) -> Decoded:
-        """One step: `tokens[i]` stands at `positions[i]` of row `rows[i]`, in a sequence of `known[i]` known tokens.
-        The result is padded to a bucket of rows."""
-        bucket = next(size for size in self._decode_rows if size >= len(tokens))
+    def decode(self, lines: Sequence[Line]) -> Decoded:
+        """One step of some sequences; the result is padded to a bucket of rows."""
+        bucket = next(size for size in self._decode_rows if size >= len(lines))
 
-        def padded(values: Sequence[int], idle: int) -> np.ndarray:
-            return np.array([*values, *[idle] * (bucket - len(values))], np.int32)
+        def padded(values: Iterable[int], idle: int) -> np.ndarray:
+            return np.array([*values, *[idle] * (bucket - len(lines))], np.int32)
 
-        step = DecodeStep(padded(tokens, 0), padded(rows, self.rows), padded(positions, -1), padded(known, 0))
-        with self._caches_in_use():
+        step = DecodeStep(
+            tokens=padded((line.token for line in lines), 0),
+            positions=padded((line.position for line in lines), -1),
+            known=padded((line.known for line in lines), 0),
+            tables=tuple(
+                np.stack([*tables, *[tables[0]] * (bucket - len(lines))])
+                for tables in zip(*(self._tables(line.held) for line in lines), strict=True)
+            ),
+        )
+        with self._pages_in_use():
             decoded, chosen = self._decode_step(bucket, step)
         if chosen is not None:
-            self.recorder.step(rows, chosen)
+            self.recorder.step([line.sequence for line in lines], chosen)
         return decoded
+
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Copies pages within their groups."""
+        for begin in range(0, len(copies), MOVED_TOGETHER):
+            lot = copies[begin : begin + MOVED_TOGETHER]
+            ends = [
+                self._lot([[getattr(each, end) for each in lot if each.group == group] for group in self._groups])
+                for end in ("source", "target")
+            ]
+            self._replace_pages(self._programs.copy_pages, *ends)
+
+    def save(self, pages: Sequence[Sequence[int]]) -> Saved:
+        """The content of some pages of each group, on the host."""
+        lots = (self._run(self._programs.save_pages, tuple(self._pages), lot) for lot in self._lots(pages))
+        return Saved([jax.tree.map(np.array, lot) for lot in lots])
+
+    def load(self, pages: Sequence[Sequence[int]], saved: Saved) -> None:
+        """Fills pages with what was saved of as many."""
+        for lot, content in zip(self._lots(pages), saved.lots, strict=True):
+            self._replace_pages(self._programs.load_pages, content, lot)
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Bytes of a page of each group, in all its layers."""
+        return self._programs.bytes_of_page
 
     @property
     def broken(self) -> bool:
@@ -149,7 +234,7 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Frees weights and caches on the device."""
+        """Frees weights and pages on the device."""
 
     @abstractmethod
     def _through_layers(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, jax.Array] | None]:
@@ -175,16 +260,50 @@ class Executor(ABC):
             block = out[at : at + HEAD_BLOCK]
             block[:] = np.asarray(self._run(head, self._outer, x, np.int32(at)))[: len(block)]
 
-    def _chunks(self, prompt: Prompt, known: int, number: int = 0) -> Iterator[Chunk]:
-        """A prompt in chunks of the largest size, the last one of the smallest that holds it."""
-        most, length = self._prefill_rows[-1], len(prompt.tokens)
-        if not length:
-            raise ValueError("a prompt has at least one token")
-        for begin in range(0, length, most):
-            part = np.asarray(prompt.tokens[begin : begin + most], np.int32)
-            bucket = next(size for size in self._prefill_rows if size >= len(part))
-            at = PrefillChunk(np.int32(prompt.row), np.int32(begin), np.int32(len(part)), np.int32(known))
-            yield Chunk(np.pad(part, (0, bucket - len(part))), bucket, at, number, begin + most >= length)
+    def _chunks(self, parts: Sequence[Part]) -> Iterator[Chunk]:
+        """Each part padded to the smallest size that holds it."""
+        for number, part in enumerate(parts):
+            if not part.tokens:
+                raise ValueError("a part of a prompt has at least one token")
+            tokens = np.asarray(part.tokens, np.int32)
+            bucket = next(size for size in self._prefill_rows if size >= len(tokens))
+            yield Chunk(np.pad(tokens, (0, bucket - len(tokens))), bucket, part, number)
+
+    def _place(self, chunk: Chunk) -> PrefillChunk:
+        """Where a chunk goes in the next layer: nowhere, and to no expert, once its pages were taken away."""
+        part, tables = chunk.part, self._tables(chunk.part.held)
+        there = any(part.held.tables)
+        return PrefillChunk(
+            np.int32(part.start), np.int32(chunk.length if there else 0), np.int32(part.known), tuple(tables)
+        )
+
+    def _tables(self, held: Held) -> list[np.ndarray]:
+        """The pages of a sequence in each group, int32 `[n]`.
+
+        Raises:
+          PageError: there is no such page, or more of them than a table has.
+        """
+        shapes = self._programs.shapes
+        length = blocks(shapes.capacity)
+        return [device_table(*each, length) for each in zip(held.tables, shapes.pages, strict=True)]
+
+    @property
+    def _groups(self) -> range:
+        return range(len(self._programs.reaches))
+
+    def _lots(self, pages: Sequence[Sequence[int]]) -> Iterator[tuple[np.ndarray, ...]]:
+        """Some pages of each group, cut into lots that are moved together."""
+        for begin in range(0, max(map(len, pages)), MOVED_TOGETHER):
+            yield self._lot([each[begin : begin + MOVED_TOGETHER] for each in pages])
+
+    def _lot(self, pages: Sequence[Sequence[int]]) -> tuple[np.ndarray, ...]:
+        """Pages of each group, filled up with none."""
+        counts = self._programs.shapes.pages
+        return tuple(device_table(each, count, MOVED_TOGETHER) for each, count in zip(pages, counts, strict=True))
+
+    def _replace_pages(self, program: jax.stages.Compiled, *arguments: Any) -> None:
+        with self._pages_in_use():
+            self._pages = list(self._run(program, tuple(self._pages), *arguments))
 
     def _run(self, program: jax.stages.Compiled, *arguments: Any, layer: int | None = None) -> Any:
         self.launches += 1
@@ -195,15 +314,15 @@ class Executor(ABC):
             return jax.block_until_ready(program(*arguments))
 
     @contextmanager
-    def _caches_in_use(self) -> Iterator[None]:
-        """A program that fails, or an interrupt before its results are kept, leaves caches that were given away: new
-        ones take their place, and the caller must count every row as lost."""
+    def _pages_in_use(self) -> Iterator[None]:
+        """A program that fails, or an interrupt before its results are kept, leaves pages that were given away: new
+        ones take their place, and the caller must count every sequence as lost."""
         try:
             yield
         except BaseException:
-            for layer, cache in enumerate(self._caches):
-                if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache)):
-                    self._caches[layer] = self._programs.new_cache(layer)
+            for layer, pages in enumerate(self._pages):
+                if any(leaf.is_deleted() for leaf in jax.tree.leaves(pages)):
+                    self._pages[layer] = self._programs.new_pages_of(layer)
             raise
 
 
@@ -228,18 +347,18 @@ class ResidentExecutor(Executor):
         return np.full((len(self._layers), self.recorder.uses.shape[1]), DEVICE, np.int8)
 
     def close(self) -> None:
-        """Frees weights and caches on the device."""
-        delete_arrays((self._weights, self._caches))
-        self._weights, self._caches = ModelWeights((), ()), []
+        """Frees weights and pages on the device."""
+        delete_arrays((self._weights, self._pages))
+        self._weights, self._pages = ModelWeights((), ()), []
 
     def _through_layers(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, jax.Array] | None]:
         for chunk in chunks:
             x = self._embed(chunk)
             for i, (config, weights) in enumerate(zip(self._layers, self._weights.layers, strict=True)):
-                with self._caches_in_use():
+                with self._pages_in_use():
                     attend = self._programs.attend(config, chunk.bucket)
                     # One name for all states of the layer: each is let go of as soon as the next one is there.
-                    x, self._caches[i] = self._run(attend, weights.dense, self._caches[i], x, chunk.at, layer=i)
+                    x, self._pages[i] = self._run(attend, weights.dense, self._pages[i], x, self._place(chunk), layer=i)
                     if isinstance(x, Routed):
                         experts = self._programs.experts(config, chunk.bucket)
                         x = self._run(experts, weights.dense, weights.experts, x, layer=i)
@@ -250,9 +369,25 @@ class ResidentExecutor(Executor):
 
     def _decode_step(self, bucket: int, step: DecodeStep) -> tuple[Decoded, Routing | None]:
         decode = self._programs.decode(bucket)
-        decoded, caches, chosen = self._run(decode, self._weights, tuple(self._caches), step)
-        self._caches = list(caches)
+        decoded, pages, chosen = self._run(decode, self._weights, tuple(self._pages), step)
+        self._pages = list(pages)
         return decoded, chosen
+
+
+def device_table(table: Sequence[int], count: int, length: int) -> np.ndarray:
+    """A table of pages for the device, int32 `[length]`: `count`, one past the last, stands for none.
+
+    Raises:
+      PageError: it is too long, or names a page that is not there. On the device both would change or read others.
+    """
+    if len(table) > length:
+        raise PageError(f"A table has {len(table)} pages, and {length} at most.")
+    padded = np.full(length, count, np.int32)
+    named = np.array(table, np.int64).reshape(-1)
+    if ((named < NONE) | (named >= count)).any():
+        raise PageError(f"A table names page {named.min() if named.min() < NONE else named.max()} of {count}.")
+    padded[: len(table)] = np.where(named == NONE, count, named)
+    return padded
 
 
 def put_stored(path: str, parameter: np.ndarray) -> jax.Array:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import numpy as np
 
 from novalm_jax.checkpoint.load import abstract_model
 from novalm_jax.config import ModelConfig
-from novalm_jax.engine.functions import DECODE_ROWS, KV_BLOCK, PREFILL_ROWS
+from novalm_jax.engine.functions import DECODE_ROWS, PREFILL_ROWS
 from novalm_jax.engine.programs import Shapes, capacity_for, prefill_rows
 from novalm_jax.errors import OptionError
 from novalm_jax.experts.dense import DensePlan, plan_dense
@@ -24,9 +25,11 @@ from novalm_jax.experts.fetcher import READERS
 from novalm_jax.experts.memory_plan import MemoryPlan
 from novalm_jax.experts.records import count_records, moe_layers, record_layout
 from novalm_jax.kernels.storage import tree_bytes
+from novalm_jax.kv.paged import page_bytes
+from novalm_jax.kv.pages import PAGE, blocks
 from novalm_jax.models.decoder import Decoder
 from novalm_jax.options import EngineOptions
-from novalm_jax.units import format_size
+from novalm_jax.units import format_size, parse_size
 
 _log = logging.getLogger("novalm_jax")
 
@@ -38,6 +41,9 @@ CACHE_SHARE = 0.25
 
 PASS_SHARE = 0.2
 """Part of what is left then which prefill chunks may take that share a pass over the experts."""
+
+KV_HOST_SHARE = 0.125
+"""Part of host memory that is kept for pages of requests that have to wait."""
 
 FEWEST_HOST_SLOTS = READERS + 2
 """A host tier has one slot for each reader, and some for what waits for its upload."""
@@ -58,6 +64,8 @@ class Fit:
     Attributes:
       plan: what takes what of device memory; it may be more than there is, and is the least then.
       context_length: tokens of a request.
+      pages: for layers that see everything; one request of `context_length` has room at least.
+      kv_host_bytes: of host memory, for pages of requests that have to wait.
       slots: experts that there is room for on the device, where they come and go; 0 where all of them stay.
       host_slots: expert records that pinned host memory holds.
       pass_chunks: prefill chunks that share a pass over streamed weights.
@@ -66,6 +74,8 @@ class Fit:
 
     plan: MemoryPlan
     context_length: int
+    pages: int
+    kv_host_bytes: int = 0
     slots: int = 0
     host_slots: int = 0
     pass_chunks: int = 1
@@ -84,6 +94,7 @@ class Sizes(ABC):
       config: the model.
       records: expert records of it.
       fewest_slots: slots that it has at least where it is streamed: what one token chooses in a layer.
+      rows: requests that run together.
     """
 
     def __init__(self, config: ModelConfig, options: EngineOptions):
@@ -91,6 +102,7 @@ class Sizes(ABC):
         self.config = config
         self.records = count_records(config)
         self.fewest_slots = _fewest_slots(config)
+        self.rows = options.max_batch
         self._options = options
 
     @cached_property
@@ -103,9 +115,30 @@ class Sizes(ABC):
         """The parts of its dense weights, as they take least of the device."""
         return plan_dense(self.model).leanest()
 
-    def shapes(self, context: int) -> Shapes:
+    def shapes(self, context: int, pages: int, pass_chunks: int = 1) -> Shapes:
         """What programs are compiled for."""
-        return Shapes(self._options.max_batch, capacity_for(context), np.dtype(jnp.dtype(self._options.dtype)))
+        return Shapes.of(self.config, self._options.max_batch, context, self._dtype, pages, pass_chunks)
+
+    def kv_bytes(self, context: int, pages: int, pass_chunks: int = 1) -> int:
+        """What pages take."""
+        shapes = self.shapes(context, pages, pass_chunks)
+        return sum(page_bytes(self.config, shapes.capacity, shapes.pages, shapes.dtype))
+
+    def most_pages(self, context: int, memory: int, pass_chunks: int = 1) -> int:
+        """Pages that fit in so many bytes: for one request at least, and for all that run together at most."""
+        least = blocks(context)
+        more = range(least + 1, least * self._options.max_batch + 1)
+        return least + bisect_right(more, memory, key=lambda pages: self.kv_bytes(context, pages, pass_chunks))
+
+    def longest_context(self, wanted: int, memory: int) -> int:
+        """Up to `wanted`, the longest context of which one request's pages fit in so many bytes; 0: none."""
+        counts = range(1, blocks(wanted) + 1)
+        fitting = bisect_right(counts, memory, key=lambda count: self.kv_bytes(min(count * PAGE, wanted), count))
+        return min(fitting * PAGE, wanted)
+
+    @property
+    def _dtype(self) -> np.dtype:
+        return np.dtype(jnp.dtype(self._options.dtype))
 
     @cached_property
     def record_bytes(self) -> int:
@@ -121,42 +154,54 @@ class Sizes(ABC):
         """What a prefill chunk takes while the weights of a layer pass by, and after it."""
 
     @abstractmethod
-    def held(self, context: int) -> dict[str, int]:
+    def held(self, context: int, pages: int) -> dict[str, int]:
         """What the resident model takes always, whatever its programs take besides."""
 
     @abstractmethod
-    def resident(self, context: int) -> MemoryPlan:
+    def resident(self, context: int, pages: int) -> MemoryPlan:
         """With all weights on the device."""
 
     @abstractmethod
-    def streamed(self, context: int, slots: int, pass_chunks: int, dense: DensePlan | None) -> MemoryPlan:
+    def streamed(self, context: int, pages: int, slots: int, pass_chunks: int, dense: DensePlan | None) -> MemoryPlan:
         """With so many experts on the device, and so many prefill chunks side by side; with a plan for dense weights,
         these where it says."""
 
     def leaves_room(self, context: int, budget: int, dense: DensePlan | None) -> bool:
-        """Whether a streamed model with this context may fit, and its cache takes no more than its share."""
-        held = self.held(context)
+        """Whether a streamed model with this context may fit, and one request takes no more than the cache's share."""
+        held = self.held(context, blocks(context))
         elsewhere = held["experts"] + (held["dense weights"] if dense else 0)
         return held["KV cache"] <= CACHE_SHARE * budget and sum(held.values()) - elsewhere <= budget
 
-    def longest(self, wanted: int, budget: int) -> Fit:
-        """The resident model with the longest context up to `wanted` that stays within `budget`; else with the one that
-        takes the least."""
-        held, capacity = self.held(wanted), self.shapes(wanted).capacity
-        cache_of_block = held["KV cache"] // (capacity // KV_BLOCK)
+    def longest(self, wanted: int, budget: int, kv: int) -> Fit:
+        """The resident model with the longest context up to `wanted` that stays within `budget`, and its pages within
+        `kv` bytes, with as many pages as that leaves room for; else with the context that takes the least."""
+        everything = self.most_pages(wanted, kv)
+        if self.kv_bytes(wanted, everything) <= kv and (plan := self.resident(wanted, everything)).fits(budget):
+            return Fit(plan, wanted, everything)
+        held = self.held(wanted, blocks(wanted))
         always = sum(held.values()) - held["KV cache"]
         # Below the largest chunk, prefill takes smaller ones and a fraction of the workspace: a range of its own.
-        for longest in dict.fromkeys((wanted, min(wanted, PREFILL_ROWS[-1] - KV_BLOCK))):
+        for longest in dict.fromkeys((wanted, min(wanted, PREFILL_ROWS[-1] - PAGE))):
             context, workspace = longest, 0
-            while (context := min(context, _that_fits(budget - workspace - always, cache_of_block))) > 0:
-                plan = self.resident(context)
+            while (context := self.longest_context(context, min(budget - workspace - always, kv))) > 0:
+                plan = self.resident(context, blocks(context))
                 if plan.fits(budget):
-                    return Fit(plan, context)
+                    return self.widened(Fit(plan, context, blocks(context)), budget, kv)
                 workspace = plan.parts["workspace"]
-                context -= KV_BLOCK
-        # One block can take more than two: XLA copies a cache that is sliced whole.
-        shortest = dict.fromkeys(min(wanted, KV_BLOCK * blocks) for blocks in (1, 2))
-        return min((Fit(self.resident(context), context) for context in shortest), key=_least)
+                context = (blocks(context) - 1) * PAGE
+        return Fit(self.resident(least := min(wanted, PAGE), 1), least, 1)
+
+    def widened(self, found: Fit, budget: int, kv: int) -> Fit:
+        """A resident model that fits, with as many pages as memory is left for."""
+        context = found.context_length
+        spare = budget - found.plan.device_bytes + found.plan.parts["KV cache"]
+        while (pages := self.most_pages(context, min(spare, kv))) > found.pages:
+            plan = self.resident(context, pages)
+            if plan.fits(budget):
+                return Fit(plan, context, pages)
+            # Programs may take more workspace for more pages than for few.
+            spare -= plan.device_bytes - budget
+        return found
 
 
 def fit(sizes: Sizes, budgets: Budgets, options: EngineOptions, name: str) -> Fit:
@@ -166,7 +211,7 @@ def fit(sizes: Sizes, budgets: Budgets, options: EngineOptions, name: str) -> Fi
 
     Raises:
       BudgetError: not even the shortest context fits (the one asked for, where a number was given).
-      OptionError: `max_batch` or `context_length` is more than can be served.
+      OptionError: `max_batch` or `context_length` is more than can be served, or `kv_memory` less than one request.
     """
     wanted = _wanted_context(options, sizes.config.context_length, name)
     found = _best(sizes, budgets, options, wanted)
@@ -175,6 +220,12 @@ def fit(sizes: Sizes, budgets: Budgets, options: EngineOptions, name: str) -> Fi
     requests = "one request" if options.max_batch == 1 else f"{options.max_batch} requests"
     what = f"{name} in {options.dtype}, with {shortest}{context} tokens, for {requests} at a time"
     found.plan.require(budgets.device, what, _advice(options, context))
+    one_request, kv = sizes.kv_bytes(context, blocks(context)), _kv_memory(options, budgets)
+    if one_request > kv:
+        raise OptionError(
+            f"kv_memory: {format_size(kv)} is too little for a request of {context} tokens, which takes "
+            f"{format_size(one_request)}. Give more, or a shorter context_length."
+        )
     return found
 
 
@@ -191,16 +242,13 @@ def _best(sizes: Sizes, budgets: Budgets, options: EngineOptions, wanted: int) -
 def _with_dense(sizes: Sizes, budgets: Budgets, options: EngineOptions, wanted: int) -> Fit:
     """Resident, if that fits with a context of some length; else streamed, if that is better or at all possible."""
     streamed = None
-    least_held = sum(sizes.held(KV_BLOCK).values())
+    least_held = sum(sizes.held(min(wanted, PAGE), 1).values())
     if sizes.records and least_held > budgets.device:
         # The whole model is far too large: no need to compile it.
         streamed = _fit_streamed(sizes, budgets, options, wanted)
         if streamed.plan.device_bytes <= max(budgets.device, least_held):
             return streamed
-    if options.context_length == "auto":
-        resident = sizes.longest(wanted, budgets.device)
-    else:
-        resident = Fit(sizes.resident(wanted), wanted)
+    resident = _fit_resident(sizes, budgets, options, wanted)
     fits = resident.plan.fits(budgets.device)
     if not sizes.records or (fits and resident.context_length >= min(wanted, ROOMY)):
         return resident
@@ -211,55 +259,97 @@ def _with_dense(sizes: Sizes, budgets: Budgets, options: EngineOptions, wanted: 
     return streamed if longer else resident
 
 
+def _fit_resident(sizes: Sizes, budgets: Budgets, options: EngineOptions, wanted: int) -> Fit:
+    kv = _kv_memory(options, budgets)
+    if options.context_length == "auto":
+        found = sizes.longest(wanted, budgets.device, kv)
+    else:
+        everything = Fit(sizes.resident(wanted, most := sizes.most_pages(wanted, kv)), wanted, most)
+        if everything.plan.fits(budgets.device):
+            found = everything
+        else:
+            found = Fit(sizes.resident(wanted, blocks(wanted)), wanted, blocks(wanted))
+            if found.plan.fits(budgets.device):
+                found = sizes.widened(found, budgets.device, kv)
+    return replace(found, kv_host_bytes=_kv_on_host(sizes, budgets, found))
+
+
 def _fit_streamed(
     sizes: Sizes, budgets: Budgets, options: EngineOptions, wanted: int, dense: DensePlan | None = None
 ) -> Fit:
-    """As many slots as there is room for, beside a cache that takes a quarter of the memory at most, if that is for us
-    to say. With a plan for dense weights, as many of its parts on the device as there is room for come first, as every
+    """As many slots as there is room for, beside pages that take a quarter of the memory at most, if that is for us to
+    say. With a plan for dense weights, as many of its parts on the device as there is room for come first, as every
     token needs them."""
     device, few = budgets.device, sizes.fewest_slots
     record_bytes = sizes.record_bytes if few else 0
-    context, plan = _streamed_context(sizes, device, options, wanted, dense)
+    context, plan = _streamed_context(sizes, budgets, options, wanted, dense)
+    share = _kv_memory(options, budgets) if options.kv_memory != "auto" else int(CACHE_SHARE * device)
     spare = max(0, device - plan.device_bytes)
-    shapes, chunk_bytes = sizes.shapes(context), sizes.chunk_bytes(context)
-    chunks = shapes.rows * -(-shapes.capacity // prefill_rows(shapes.capacity)[-1])
+    least_cache, chunk_bytes = sizes.kv_bytes(context, blocks(context)), sizes.chunk_bytes(context)
+    pages = sizes.most_pages(context, min(share, least_cache + spare))
+    spare -= sizes.kv_bytes(context, pages) - least_cache
+    chunks = options.max_batch * -(-context // prefill_rows(capacity_for(context))[-1])
     pass_chunks = 1 + min(chunks - 1, int(PASS_SHARE * spare) // chunk_bytes)
     spare -= (pass_chunks - 1) * chunk_bytes
+    spare -= sizes.kv_bytes(context, pages, pass_chunks) - sizes.kv_bytes(context, pages)
     if dense is not None:
         least = dense.device_bytes
-        dense = dense.keep(spare).hold(budgets.host)
+        dense = dense.keep(max(spare, 0)).hold(budgets.host)
         spare -= dense.device_bytes - least
-    slots = min(sizes.records, few + spare // record_bytes) if few else 0
-    plan = sizes.streamed(context, slots, pass_chunks, dense)
-    while not plan.fits(device) and (slots, pass_chunks) != (few, 1):
+    slots = min(sizes.records, few + max(spare, 0) // record_bytes) if few else 0
+    plan = sizes.streamed(context, pages, slots, pass_chunks, dense)
+    while not plan.fits(device) and (pages, slots, pass_chunks) != (blocks(context), few, 1):
         # Programs may take more workspace for more slots than for few.
         if slots > few:
             slots = max(few, slots - 1 - (plan.device_bytes - device) // record_bytes)
-        else:
+        elif pass_chunks > 1:
             pass_chunks = 1
-        plan = sizes.streamed(context, slots, pass_chunks, dense)
-    host = _host_slots(sizes, budgets.host - (dense.host_bytes if dense else 0))
-    return Fit(plan, context, slots, host, pass_chunks, dense)
+        else:
+            pages = blocks(context)
+        plan = sizes.streamed(context, pages, slots, pass_chunks, dense)
+    found = Fit(plan, context, pages, 0, slots, 0, pass_chunks, dense)
+    kept = _kv_on_host(sizes, budgets, found)
+    host = _host_slots(sizes, budgets.host - kept - (dense.host_bytes if dense else 0))
+    return replace(found, host_slots=host, kv_host_bytes=kept)
 
 
 def _streamed_context(
-    sizes: Sizes, device: int, options: EngineOptions, wanted: int, dense: DensePlan | None
+    sizes: Sizes, budgets: Budgets, options: EngineOptions, wanted: int, dense: DensePlan | None
 ) -> tuple[int, MemoryPlan]:
-    """A context with which the fewest slots fit, if there is one, and what they take."""
-    context, few = wanted, sizes.fewest_slots
+    """A context with which the fewest slots and one request fit, if there is one, and what they take."""
+    device, context = budgets.device, wanted
+
+    def plan_of(context: int) -> MemoryPlan:
+        return sizes.streamed(context, blocks(context), sizes.fewest_slots, 1, dense)
+
     if options.context_length != "auto":
-        return context, sizes.streamed(context, few, 1, dense)
-    while context > KV_BLOCK and not sizes.leaves_room(context, device, dense):
-        context = max(context // 2, KV_BLOCK)
-    plan = sizes.streamed(context, few, 1, dense)
-    while context > KV_BLOCK and not plan.fits(device):
-        context = max(context // 2, KV_BLOCK)
-        plan = sizes.streamed(context, few, 1, dense)
-    if plan.fits(device):
-        return context, plan
-    # One block can take more than two: XLA copies a cache that is sliced whole.
-    other = min(wanted, 2 * KV_BLOCK)
-    return min((context, plan), (other, sizes.streamed(other, few, 1, dense)), key=lambda found: found[1].device_bytes)
+        return context, plan_of(context)
+    kv = _kv_memory(options, budgets)
+    while context > PAGE and not (
+        sizes.leaves_room(context, device, dense) and sizes.kv_bytes(context, blocks(context)) <= kv
+    ):
+        context = max(context // 2, PAGE)
+    plan = plan_of(context)
+    while context > PAGE and not plan.fits(device):
+        context = max(context // 2, PAGE)
+        plan = plan_of(context)
+    return context, plan
+
+
+def _kv_memory(options: EngineOptions, budgets: Budgets) -> int:
+    """Bytes that pages may take on the device."""
+    if options.kv_memory == "auto":
+        return budgets.device
+    return parse_size(options.kv_memory, total=budgets.device, name="kv_memory")
+
+
+def _kv_on_host(sizes: Sizes, budgets: Budgets, found: Fit) -> int:
+    """Bytes of host memory for pages of requests that have to wait: for all but one of those that run together, at most
+    a part of what there is; none where all have room on the device."""
+    context, rows = found.context_length, sizes.rows
+    if found.pages >= rows * blocks(context):
+        return 0
+    return min((rows - 1) * sizes.kv_bytes(context, blocks(context)), int(KV_HOST_SHARE * budgets.host))
 
 
 def _host_slots(sizes: Sizes, room: int) -> int:
@@ -284,16 +374,10 @@ def _fewest_slots(config: ModelConfig) -> int:
     return max((moe.experts_per_token for moe in moe_layers(config).values()), default=0)
 
 
-def _that_fits(memory: int, cache_of_block: int) -> int:
-    """Tokens of context whose cache fits in `memory`, where each block of positions takes `cache_of_block` bytes."""
-    positions = max(memory, 0) // cache_of_block * KV_BLOCK
-    return positions if positions <= PREFILL_ROWS[-1] else positions // PREFILL_ROWS[-1] * PREFILL_ROWS[-1]
-
-
 def _advice(options: EngineOptions, context: int) -> list[str]:
     """What would take less memory than these options with this context do."""
     advice = ["more device_memory"]
-    if context > KV_BLOCK:
+    if context > PAGE:
         advice.append("a shorter context_length")
     if options.max_batch > 1:
         advice.append("a smaller max_batch")

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from novalm_jax.config import AttentionConfig, LatentConfig, LayerConfig, ModelConfig, MoEConfig
-from novalm_jax.engine.functions import EXPERT_GROUP, KV_BLOCK
+from novalm_jax.engine.functions import EXPERT_GROUP
 from novalm_jax.engine.machine import Machine
 from novalm_jax.experts.dense import DensePlan
 from novalm_jax.kernels.storage import tree_bytes
-from novalm_jax.kv.static import cache_shape
+from novalm_jax.kv.paged import page_shape
+from novalm_jax.kv.pages import PAGE
 from novalm_jax.models.counts import dense_counts, different_experts, expert_count, outer_counts
 
 
@@ -206,7 +207,7 @@ def prompt_operations(config: ModelConfig, tokens: int, spread: bool = True) -> 
 
 def cache_bytes(layer: LayerConfig, dtype: np.dtype) -> int:
     """Bytes of a layer's KV cache for a token."""
-    return tree_bytes(cache_shape(layer.attention, 1, KV_BLOCK, dtype)) // KV_BLOCK
+    return tree_bytes(page_shape(layer.attention, 1, dtype)) // PAGE
 
 
 def _seen(layer: LayerConfig, tokens: int) -> int:

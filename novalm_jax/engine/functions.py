@@ -18,7 +18,7 @@ from jax import lax
 from novalm_jax.config import LayerConfig, ModelConfig, MoEConfig
 from novalm_jax.kernels import experts as expert_kernel
 from novalm_jax.kernels.experts import Wave, Weights
-from novalm_jax.kv.static import CacheView, LayerCache
+from novalm_jax.kv.paged import LayerPages, PagedView, reach_of, reaches_of
 from novalm_jax.models.attention import Positions
 from novalm_jax.models.decoder import Decoder, DecoderLayer, Routed, embedded, read_out, without_experts
 from novalm_jax.models.moe import MoE, input_scales
@@ -36,9 +36,6 @@ EXPERT_GROUP = 64
 
 HEAD_BLOCK = 64
 """Tokens whose logits are computed at a time where all are asked for; divides every prefill chunk."""
-
-KV_BLOCK = 128
-"""Cache positions that attention handles at a time."""
 
 Leaves = tuple[jax.Array, ...]
 
@@ -121,25 +118,27 @@ def _leaves(module: nnx.Module) -> Leaves:
 
 
 class PrefillChunk(NamedTuple):
-    """Where a prefill chunk goes, int32 scalars: its row, the position of its first token, how many of its tokens are
-    not padding, and how many tokens of the sequence are known."""
+    """Where a prefill chunk goes, int32 scalars: the position of its first token, how many of its tokens are not
+    padding, and how many tokens of the sequence are known. And for each group of layers the pages of its sequence,
+    int32 `[n]`."""
 
-    row: Ints
     start: Ints
     tokens: Ints
     known: Ints
+    tables: tuple[Ints, ...]
 
 
 class DecodeStep(NamedTuple):
-    """The sequences of a decode step, int32 `[b]` each. An idle row has the row past the last and position -1.
+    """The sequences of a decode step, int32 `[b]` each. An idle row has position -1.
 
-    `known` is how many tokens of each sequence are known, at least its position + 1.
+    `known` is how many tokens of each sequence are known, at least its position + 1. `tables` are for each group of
+    layers the pages of the sequences, int32 `[b, n]`.
     """
 
     tokens: Ints
-    rows: Ints
     positions: Ints
     known: Ints
+    tables: tuple[Ints, ...]
 
 
 class Decoded(NamedTuple):
@@ -150,10 +149,15 @@ class Decoded(NamedTuple):
 
 
 class Functions:
-    """The functions that are compiled, over one `Structure`."""
+    """The functions that are compiled, over one `Structure`, for sequences of so many positions at most."""
 
-    def __init__(self, structure: Structure):
+    def __init__(self, structure: Structure, capacity: int):
         self._structure = structure
+        reaches = reaches_of(structure.config, capacity)
+        self._groups = {
+            layer: reaches.index(reach_of(layer.attention, capacity))
+            for layer in dict.fromkeys(structure.config.layers)
+        }
 
     def embed(self, outer: Leaves, tokens: jax.Array) -> jax.Array:
         """int32 `[t]` -> `[1, t, d]`."""
@@ -209,12 +213,13 @@ class Functions:
         return _decoded(jnp.concatenate([*most, last[:, last.shape[-1] - left :]], axis=-1))
 
     def attend(
-        self, config: LayerConfig, dense: Leaves, cache: LayerCache, x: jax.Array, chunk: PrefillChunk
-    ) -> tuple[Routed | jax.Array, LayerCache]:
+        self, config: LayerConfig, dense: Leaves, pages: LayerPages, x: jax.Array, chunk: PrefillChunk
+    ) -> tuple[Routed | jax.Array, LayerPages]:
         """A prefill chunk `x [1, t, d]` up to the router split; through the whole layer where it is dense."""
         offsets = jnp.arange(x.shape[1], dtype=jnp.int32)
         at = Positions((chunk.start + offsets)[None], chunk.known[None])
-        view = CacheView(cache, chunk.row[None], chunk.start[None], KV_BLOCK)
+        table, start = chunk.tables[self._groups[config]][None], chunk.start[None]
+        view = PagedView(pages, table, start, start + chunk.tokens)
         return self._attend(config, dense, view, x, at, offsets < chunk.tokens)
 
     def experts(self, config: LayerConfig, dense: Leaves, experts: Weights, routed: Routed) -> jax.Array:
@@ -245,51 +250,51 @@ class Functions:
         return expert_kernel.grouped(routed.h, ids, weights, expert, EXPERT_GROUP, scales, wave)
 
     def decode(
-        self, weights: ModelWeights, caches: tuple[LayerCache, ...], step: DecodeStep
-    ) -> tuple[Decoded, tuple[LayerCache, ...], Routing | None]:
+        self, weights: ModelWeights, pages: tuple[LayerPages, ...], step: DecodeStep
+    ) -> tuple[Decoded, tuple[LayerPages, ...], Routing | None]:
         """One token for each row, through the whole model; and what the routers of its layers chose, `[l, b, k]`."""
         x = lax.optimization_barrier(self.embed_step(weights.outer, step.tokens))
         after, chosen = [], []
-        for config, layer, cache in zip(self._structure.config.layers, weights.layers, caches, strict=True):
-            x, cache, routing = self.decode_layer(config, layer, cache, x, step)
-            after.append(cache)
+        for config, layer, held in zip(self._structure.config.layers, weights.layers, pages, strict=True):
+            x, held, routing = self.decode_layer(config, layer, held, x, step)
+            after.append(held)
             if routing is not None:
                 chosen.append(routing)
         return self.head_of_step(weights.outer, x), tuple(after), stacked(chosen)
 
     def decode_layer(
-        self, config: LayerConfig, weights: LayerWeights, cache: LayerCache, x: jax.Array, step: DecodeStep
-    ) -> tuple[jax.Array, LayerCache, Routing | None]:
+        self, config: LayerConfig, weights: LayerWeights, pages: LayerPages, x: jax.Array, step: DecodeStep
+    ) -> tuple[jax.Array, LayerPages, Routing | None]:
         """One layer of a decode step, `x [b, 1, d]`, with barriers at the router split."""
-        routed, cache = lax.optimization_barrier(self.attend_step(config, weights.dense, cache, x, step))
+        routed, pages = lax.optimization_barrier(self.attend_step(config, weights.dense, pages, x, step))
         if not isinstance(routed, Routed):
-            return routed, cache, None
+            return routed, pages, None
         assert weights.experts is not None
         products = lax.optimization_barrier(self._products(config, weights.experts, routed))
         x = lax.optimization_barrier(self.combine(config, weights.dense, routed, products))
-        return x, cache, routed.routing
+        return x, pages, routed.routing
 
     def attend_step(
-        self, config: LayerConfig, dense: Leaves, cache: LayerCache, x: jax.Array, step: DecodeStep
-    ) -> tuple[Routed | jax.Array, LayerCache]:
+        self, config: LayerConfig, dense: Leaves, pages: LayerPages, x: jax.Array, step: DecodeStep
+    ) -> tuple[Routed | jax.Array, LayerPages]:
         """As `attend`, of a decode step `x [b, 1, d]`."""
         at = Positions(step.positions[:, None], step.known)
-        view = CacheView(cache, step.rows, step.positions, KV_BLOCK)
+        view = PagedView(pages, step.tables[self._groups[config]], step.positions, step.positions + 1)
         return self._attend(config, dense, view, x, at, step.positions >= 0)
 
     def _attend(
-        self, config: LayerConfig, dense: Leaves, view: CacheView, x: jax.Array, at: Positions, real: jax.Array
-    ) -> tuple[Routed | jax.Array, LayerCache]:
+        self, config: LayerConfig, dense: Leaves, view: PagedView, x: jax.Array, at: Positions, real: jax.Array
+    ) -> tuple[Routed | jax.Array, LayerPages]:
         """`real` bool `[b * t]`: rows that are padding choose no expert."""
         layer = self._structure.layer(config, dense)
         if not isinstance(config.feed_forward, MoEConfig):
             x, view = layer(x, at, view)
-            return x, view.cache
+            return x, view.pages
         x, view = layer.attend(x, at, view)
         routed = layer.route(x)
         nobody = jnp.int32(config.feed_forward.num_experts)
         ids = jnp.where(real[:, None], routed.routing.ids, nobody)
-        return routed._replace(routing=Routing(ids, routed.routing.weights)), view.cache
+        return routed._replace(routing=Routing(ids, routed.routing.weights)), view.pages
 
 
 def _one_token(x: jax.Array, index: jax.Array) -> jax.Array:

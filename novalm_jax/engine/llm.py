@@ -23,8 +23,9 @@ from novalm_jax.checkpoint.load import Checkpoint
 from novalm_jax.compat import CompileCounter, compilation_cache_folder, enable_compilation_cache
 from novalm_jax.engine.engine import Engine
 from novalm_jax.engine.estimate import record_bytes
-from novalm_jax.engine.executor import Executor
+from novalm_jax.engine.executor import Executor, Line, cut
 from novalm_jax.engine.placement import place
+from novalm_jax.engine.prefixes import fingerprint, prefix_seed
 from novalm_jax.engine.report import Report
 from novalm_jax.engine.request import Completion, Request
 from novalm_jax.engine.run_files import run_files
@@ -89,10 +90,11 @@ class LLM:
         if self.options.expert_profile is not None:
             self._profile = read_profile(self.options.expert_profile).of_model(self.config)
         self._placement = place(checkpoint, self.options)
+        self._fingerprint = fingerprint(checkpoint, self.options.dtype)
         sampler = Sampler(self.options.max_batch, self.config.vocab_size)
         self._executor = self._start()
         self._executor.recorder = recorder
-        self._engine = Engine(self._executor, sampler)
+        self._engine = Engine(self._executor, sampler, self._placement.kv_host_bytes, self.options.prefix_cache)
         self._load_seconds = time.perf_counter() - start
 
     def _start(self) -> Executor:
@@ -120,12 +122,15 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
     ) -> list[Completion]:
         """Completes prompts, all of them together.
 
         Args:
           prompts: a text, token ids, or a list of either.
           sampling: for all prompts, or one for each.
+          priority: requests with a higher one come first, and others leave for them where pages or rows are short.
 
         Returns:
           Completions in the order of the prompts, the n choices of one side by side.
@@ -136,7 +141,7 @@ class LLM:
           ConfigError: a default of the checkpoint is needed, and cannot be used.
           EngineError: the run failed, or the LLM is closed.
         """
-        requests = self._requests(prompts, sampling)
+        requests = self._requests(prompts, sampling, priority)
         self._engine.submit(requests)
         try:
             for request in requests:
@@ -145,7 +150,7 @@ class LLM:
             self._engine.abort(requests)
         return [request.completion() for request in requests]
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> TextIterator:
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None, *, priority: int = 0) -> TextIterator:
         """The text of one completion, piece by piece as it becomes certain, never half a character.
 
         Closing the iterator, or dropping it, ends the request. Its `completion` is there once it is exhausted.
@@ -156,17 +161,21 @@ class LLM:
         """
         if isinstance(sampling, SamplingParams) and sampling.n != 1:
             raise RequestError(f"n: a stream is one completion, and {sampling.n} are asked for; use streams().")
-        return self.streams([prompt], sampling)[0]
+        return self.streams([prompt], sampling, priority=priority)[0]
 
     def streams(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
     ) -> list[TextIterator]:
         """As `stream` for every completion that `generate` would give; reading one moves all of them on.
 
         Raises:
           RequestError, CheckpointError, ConfigError, EngineError: as `generate`.
         """
-        requests = self._requests(prompts, sampling)
+        requests = self._requests(prompts, sampling, priority)
         self._engine.submit(requests)
         return [TextIterator(self._engine, request) for request in requests]
 
@@ -224,13 +233,20 @@ class LLM:
         if not 1 <= first <= len(ids):
             raise RequestError(f"decode_from: {first} is not between 1 and the {len(ids)} tokens there are.")
         logits = np.empty((len(ids), self.config.vocab_size), np.float32)
-        with self._engine.spare_row() as row:
-            with closing(self._executor.prefill_logits(row, ids[:first], len(ids), logits[:first])) as borders:
-                for _ in borders:
-                    self._engine.check_open()
+        with self._engine.spare_pages(len(ids)) as held:
+            pages, executor = self._engine.scheduler.pages, self._executor
+            number, together = self._engine.next_number(), executor.chunk * executor.pass_chunks
+            for start in range(0, first, together):
+                end = min(start + together, first)
+                pages.grow(held, start, end)
+                parts = cut(ids[:first], start, end, executor.chunk, len(ids), held)
+                with closing(executor.prefill_logits(parts, logits[start:end])) as borders:
+                    for _ in borders:
+                        self._engine.check_open()
             for position in range(first, len(ids)):
                 self._engine.check_open()
-                decoded = self._executor.decode([ids[position]], [row], [position], [len(ids)])
+                pages.grow(held, position, position + 1)
+                decoded = executor.decode([Line(ids[position], position, len(ids), held, number)])
                 logits[position] = np.asarray(decoded.logits)[0]
                 del decoded
         return logits
@@ -287,7 +303,10 @@ class LLM:
             _log.warning("%s", error)
 
     def _requests(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int,
     ) -> list[Request]:
         """One request for each choice of each prompt, all checked before any is queued."""
         listed = _listed(prompts)
@@ -303,10 +322,10 @@ class LLM:
         return [
             request
             for index, (prompt, one) in enumerate(zip(listed, params, strict=True))
-            for request in self._choices(index, prompt, one)
+            for request in self._choices(index, prompt, one, priority)
         ]
 
-    def _choices(self, index: int, prompt: Prompt, params: SamplingParams) -> Iterator[Request]:
+    def _choices(self, index: int, prompt: Prompt, params: SamplingParams, priority: int) -> Iterator[Request]:
         name = f"prompt {index}"
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         prompt_ids = self._checked_ids(ids, name, most=self.context_length - (params.max_tokens != 0))
@@ -319,6 +338,7 @@ class LLM:
         ends = frozenset(() if params.ignore_eos else self._end_ids()) | frozenset(params.stop_token_ids)
         fresh_seed = int.from_bytes(os.urandom(8), "little", signed=True)
         sampling = resolve(params, self._defaults.sampling(), fresh_seed=fresh_seed)
+        leader = None
         for choice in range(params.n):
             request = Request(
                 prompt_ids=prompt_ids,
@@ -328,7 +348,11 @@ class LLM:
                 text_stream=self._text_stream(params.stop, prompt_ids),
                 index=index,
                 choice=choice,
+                priority=priority,
+                leader=leader,
+                prefix_seed=prefix_seed(self._fingerprint, self.config, len(prompt_ids)),
             )
+            leader = leader or request
             if request.max_tokens == 0:
                 request.finish("length")
             yield request

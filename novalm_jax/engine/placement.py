@@ -11,11 +11,12 @@ from novalm_jax.checkpoint.load import Checkpoint
 from novalm_jax.compat import available_ram, device_bytes
 from novalm_jax.config import ModelConfig
 from novalm_jax.engine.fitting import Budgets, Fit, Sizes, fit
-from novalm_jax.engine.programs import Programs
+from novalm_jax.engine.programs import Programs, Shapes
 from novalm_jax.engine.sampler import Sampler
 from novalm_jax.engine.streamed_programs import DenseStreamedPrograms, StreamedPrograms
 from novalm_jax.experts.dense import DensePlan
 from novalm_jax.experts.memory_plan import MemoryPlan
+from novalm_jax.kv.pages import blocks
 from novalm_jax.options import EngineOptions
 from novalm_jax.units import format_size, parse_size
 
@@ -83,11 +84,8 @@ def place(checkpoint: Checkpoint, options: EngineOptions) -> Placement:
         _log.warning("link: without effect, as %s is on the device as a whole", name)
     wanted = config.context_length
     if options.context_length == "auto" and found.context_length < wanted:
-        room = f" with a max_batch of {options.max_batch}" if options.max_batch > 1 else ""
-        _log.warning(
-            "%s: the context is cut from %d to %d tokens to fit device_memory%s",
-            *(name, wanted, found.context_length, room),
-        )
+        limit = "device_memory" if options.kv_memory == "auto" else "device_memory and kv_memory"
+        _log.warning("%s: the context is cut from %d to %d tokens to fit %s", name, wanted, found.context_length, limit)
     return Placement(**vars(found), budgets=budgets, programs=sizes.programs(found))
 
 
@@ -96,32 +94,33 @@ class _Compiled(Sizes):
 
     def __init__(self, config: ModelConfig, options: EngineOptions):
         super().__init__(config, options)
-        self._resident: dict[int, Programs] = {}
-        self._streamed: dict[tuple[int, int, bool], StreamedPrograms] = {}
+        self._resident: dict[Shapes, Programs] = {}
+        self._streamed: dict[tuple[Shapes, int, bool], StreamedPrograms] = {}
         self._sampler_bytes = Sampler(options.max_batch, config.vocab_size).nbytes
 
     def programs(self, found: Fit) -> Programs:
         """Those that it was sized with."""
         if found.resident:
-            return self._resident_programs(found.context_length)
-        return self._streamed_programs(found.context_length, found.slots, found.dense)
+            return self._resident_programs(self.shapes(found.context_length, found.pages))
+        shapes = self.shapes(found.context_length, found.pages, found.pass_chunks)
+        return self._streamed_programs(shapes, found.slots, found.dense)
 
     def chunk_bytes(self, context: int) -> int:
         """As in `Sizes`."""
-        return self._streamed_programs(context, self.fewest_slots, None).chunk_bytes
+        return self._streamed_programs(self.shapes(context, blocks(context)), self.fewest_slots, None).chunk_bytes
 
-    def held(self, context: int) -> dict[str, int]:
+    def held(self, context: int, pages: int) -> dict[str, int]:
         """As in `Sizes`."""
-        return self._held(self._resident_programs(context))
+        return self._held(self._resident_programs(self.shapes(context, pages)))
 
-    def resident(self, context: int) -> MemoryPlan:
+    def resident(self, context: int, pages: int) -> MemoryPlan:
         """As in `Sizes`. Compiles the largest programs of each kind, as does `streamed`."""
-        programs = self._resident_programs(context)
+        programs = self._resident_programs(self.shapes(context, pages))
         return MemoryPlan({**self._held(programs), "workspace": programs.workspace_bytes()})
 
-    def streamed(self, context: int, slots: int, pass_chunks: int, dense: DensePlan | None) -> MemoryPlan:
+    def streamed(self, context: int, pages: int, slots: int, pass_chunks: int, dense: DensePlan | None) -> MemoryPlan:
         """As in `Sizes`."""
-        programs = self._streamed_programs(context, slots, dense)
+        programs = self._streamed_programs(self.shapes(context, pages, pass_chunks), slots, dense)
         held = self._held(programs)
         if dense is not None:
             held["dense weights"] += dense.kept_bytes
@@ -129,17 +128,15 @@ class _Compiled(Sizes):
         chunks = (pass_chunks - 1) * programs.chunk_bytes
         return MemoryPlan({**held, "prefill chunks": chunks, "workspace": programs.workspace_bytes()})
 
-    def _resident_programs(self, context: int) -> Programs:
-        """Made once for each capacity, here and below: that takes the whole model apart."""
-        shapes = self.shapes(context)
-        if shapes.capacity not in self._resident:
-            self._resident[shapes.capacity] = Programs(self.model, shapes)
-        return self._resident[shapes.capacity]
+    def _resident_programs(self, shapes: Shapes) -> Programs:
+        """Made once for each, here and below: that takes the whole model apart."""
+        if shapes not in self._resident:
+            self._resident[shapes] = Programs(self.model, shapes)
+        return self._resident[shapes]
 
-    def _streamed_programs(self, context: int, slots: int, dense: DensePlan | None) -> StreamedPrograms:
+    def _streamed_programs(self, shapes: Shapes, slots: int, dense: DensePlan | None) -> StreamedPrograms:
         """Where the parts of a plan for dense weights lie is of no matter to them."""
-        shapes = self.shapes(context)
-        key = shapes.capacity, slots, dense is not None
+        key = shapes, slots, dense is not None
         if key not in self._streamed:
             if dense is None:
                 self._streamed[key] = StreamedPrograms(self.model, shapes, slots)
@@ -150,7 +147,7 @@ class _Compiled(Sizes):
     def _held(self, programs: Programs) -> dict[str, int]:
         return {
             **programs.weight_bytes,
-            "KV cache": programs.cache_bytes,
+            "KV cache": programs.page_bytes,
             "sampler": self._sampler_bytes,
             "prompt that waits": programs.paused_bytes,
         }

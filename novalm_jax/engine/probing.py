@@ -24,7 +24,7 @@ from novalm_jax.checkpoint.load import Checkpoint, abstract_model
 from novalm_jax.checkpoint.mapping import is_expert
 from novalm_jax.compat import available_ram, copy_to_device, device_bytes, device_shares_memory
 from novalm_jax.config import ModelConfig, MoEConfig
-from novalm_jax.engine.executor import Executor, Prompt, ResidentExecutor
+from novalm_jax.engine.executor import Executor, Line, ResidentExecutor, cut
 from novalm_jax.engine.forecast import dense_read, prompt_operations
 from novalm_jax.engine.functions import Leaves, ModelWeights, Structure
 from novalm_jax.engine.machine import Machine
@@ -83,7 +83,7 @@ class Probe:
         assert isinstance(layer.feed_forward, MoEConfig)
         self._layer, self._moe, self._batch = layer, layer.feed_forward, batch
         self._prompt = prefill_rows(capacity_for(config.context_length))[-1]
-        self._shapes = Shapes(batch, capacity_for(self._prompt), np.dtype(jnp.dtype(dtype)))
+        self._shapes = Shapes.of(config, batch, self._prompt, np.dtype(jnp.dtype(dtype)))
         one = StreamedPrograms(abstract_model(replace(config, layers=(layer,)), dtype), self._shapes, 1)
         self.record_bytes = one.record_bytes
         self._ends_read = dense_read(config, self._shapes.dtype, ())
@@ -120,8 +120,7 @@ class Probe:
             if self._streamed_bytes() + self._resident_bytes() <= _room():
                 runs["whole"] = self._step(held.enter_context(closing(self._resident())))
             seconds = _in_turns(runs, _STEPS)
-            prompt = [Prompt(0, [0] * self._prompt)]
-            seconds |= _in_turns({"prompt": lambda: jax.block_until_ready(list(hits.prefill(prompt)))}, _PROMPTS)
+            seconds |= _in_turns({"prompt": self._whole_prompt(hits)}, _PROMPTS)
         return seconds
 
     def machine(self, seconds: Mapping[str, float], checkpoint: Checkpoint | None = None) -> Machine:
@@ -196,24 +195,34 @@ class Probe:
         held = programs.weight_bytes
         own = held["expert slots"] + held["experts under way"] + programs.slots * self.record_bytes
         once = held["dense weights"] + self.record_bytes + Workspace(self._config, self._shapes).streamed_bytes()
-        return once + 2 * (own + programs.cache_bytes)
+        return once + 2 * (own + programs.page_bytes)
 
     def _resident_bytes(self) -> int:
         """Of a resident model with its caches."""
-        return sum(self._whole.weight_bytes.values()) + self._whole.cache_bytes
+        return sum(self._whole.weight_bytes.values()) + self._whole.page_bytes
 
     # --- what is timed ---
 
     def _step(self, executor: Executor) -> _Run:
         """A decode step."""
-        rows, at = range(self._batch), itertools.count()
+        book, at = executor.new_book(), itertools.count()
+        sequences = [book.new() for _ in range(self._batch)]
 
         def step() -> None:
             position = next(at)
-            tokens, known = [0] * self._batch, [position + 1] * self._batch
-            jax.block_until_ready(executor.decode(tokens, rows, [position] * self._batch, known))
+            for held in sequences:
+                book.grow(held, position, position + 1)
+            lines = [Line(0, position, position + 1, held, number) for number, held in enumerate(sequences)]
+            jax.block_until_ready(executor.decode(lines))
 
         return step
+
+    def _whole_prompt(self, executor: Executor) -> _Run:
+        """A prompt."""
+        book = executor.new_book()
+        book.grow(held := book.new(), 0, self._prompt)
+        parts = cut([0] * self._prompt, 0, self._prompt, executor.chunk, self._prompt, held)
+        return lambda: jax.block_until_ready(list(executor.prefill(parts)))
 
     def _ends(self, outer: Leaves) -> _Run:
         """What comes before and after the layers of a step."""

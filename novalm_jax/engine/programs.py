@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from novalm_jax.compat import compile_program, program_bytes
-from novalm_jax.config import LayerConfig, MoEConfig
+from novalm_jax.config import LayerConfig, ModelConfig, MoEConfig
 from novalm_jax.engine.functions import (
     DECODE_ROWS,
-    KV_BLOCK,
     PREFILL_ROWS,
     DecodeStep,
     Functions,
@@ -29,17 +28,44 @@ from novalm_jax.engine.functions import (
     Structure,
 )
 from novalm_jax.kernels.storage import storage_dtype, tree_bytes
-from novalm_jax.kv.static import LayerCache, cache_shape
+from novalm_jax.kv import paged
+from novalm_jax.kv.paged import MOVED_TOGETHER, LayerPages, page_counts, page_shape, reach_of, reaches_of
+from novalm_jax.kv.pages import PAGE, blocks
 from novalm_jax.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the programs are compiled for: cache rows, cache positions in each, and the number type."""
+    """What the programs are compiled for.
+
+    Attributes:
+      rows: sequences of a decode step at most.
+      capacity: positions of a sequence at most.
+      pages: of each group of layers.
+      dtype: of numbers.
+    """
 
     rows: int
     capacity: int
+    pages: tuple[int, ...]
     dtype: np.dtype
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        rows: int,
+        context: int,
+        dtype: np.dtype,
+        pages: int | None = None,
+        pass_chunks: int = 1,
+    ) -> Shapes:
+        """For sequences of `context` tokens: with `pages` for layers that see everything, None for as many as all rows
+        can fill, and for others those of them that they can fill while so many prefill chunks run side by side."""
+        capacity = capacity_for(context)
+        together = min(capacity, pass_chunks * prefill_rows(capacity)[-1])
+        most = rows * blocks(capacity) if pages is None else pages
+        return cls(rows, capacity, page_counts(reaches_of(config, capacity), rows, capacity, most, together), dtype)
 
 
 _Find = Callable[..., jax.stages.Compiled]
@@ -66,17 +92,22 @@ class Programs:
     Attributes:
       config: the model.
       shapes: what they are compiled for.
+      reaches: how far back each group of layers sees.
     """
 
     def __init__(self, model: Decoder, shapes: Shapes):
         structure = Structure(model)
         self.shapes = shapes
         self.config = structure.config
-        self._functions = Functions(structure)
+        self.reaches = reaches_of(self.config, shapes.capacity)
+        self._functions = Functions(structure, shapes.capacity)
         self._weights = _in_storage_form(structure.take_apart(model))
-        self._caches = tuple(
-            cache_shape(layer.attention, shapes.rows, shapes.capacity, shapes.dtype) for layer in self.config.layers
+        self._pages = tuple(
+            page_shape(layer.attention, shapes.pages[self.group_of(layer)], shapes.dtype)
+            for layer in self.config.layers
         )
+        self._groups = [self.group_of(layer) for layer in self.config.layers]
+        self._lot = tuple(int_shape(MOVED_TOGETHER) for _ in self.reaches)
         self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
         # By identity; the configurations are held by the model's.
         self._found: dict[tuple[object, ...], jax.stages.Compiled] = {}
@@ -102,7 +133,7 @@ class Programs:
 
     @looked_up
     def attend(self, config: LayerConfig, tokens: int) -> jax.stages.Compiled:
-        """(dense, cache, x, `PrefillChunk`) -> (`Routed` or x, cache); the cache is donated."""
+        """(dense, pages, x, `PrefillChunk`) -> (`Routed` or x, pages); the pages are donated."""
         held, live = self._attend_arguments(config, tokens)
         return self._get(("attend", config, tokens), partial(self._functions.attend, config), held, live, donate=(1,))
 
@@ -115,20 +146,43 @@ class Programs:
 
     @looked_up
     def decode(self, rows: int) -> jax.stages.Compiled:
-        """(`ModelWeights`, caches, `DecodeStep`) -> (`Decoded`, caches, `Routing` or None); caches are donated."""
-        live = (DecodeStep(*[int_shape(rows)] * 4),)
-        return self._get(("decode", rows), self._functions.decode, (self._weights, self._caches), live, donate=(1,))
+        """(`ModelWeights`, pages, `DecodeStep`) -> (`Decoded`, pages, `Routing` or None); the pages are donated."""
+        live = (self._step_shape(rows),)
+        return self._get(("decode", rows), self._functions.decode, (self._weights, self._pages), live, donate=(1,))
+
+    @cached_property
+    def copy_pages(self) -> jax.stages.Compiled:
+        """(pages, sources, targets) -> pages, which are donated; int32 `[MOVED_TOGETHER]` of each group."""
+        function = partial(_over_groups, paged.copy_pages, self._groups)
+        return self._get(("copy pages", MOVED_TOGETHER), function, (self._pages,), (self._lot, self._lot), donate=(0,))
+
+    @cached_property
+    def save_pages(self) -> jax.stages.Compiled:
+        """(pages, int32 `[MOVED_TOGETHER]` of each group) -> these pages of all layers."""
+        function = partial(_over_groups, paged.save_pages, self._groups)
+        return self._get(("save pages", MOVED_TOGETHER), function, (self._pages,), (self._lot,))
+
+    @cached_property
+    def load_pages(self) -> jax.stages.Compiled:
+        """(pages, what `save_pages` gave, int32 `[MOVED_TOGETHER]` of each group) -> pages, which are donated."""
+        saved = jax.eval_shape(partial(_over_groups, paged.save_pages, self._groups), self._pages, self._lot)
+        function = partial(_over_groups, paged.load_pages, self._groups)
+        return self._get(("load pages", MOVED_TOGETHER), function, (self._pages,), (saved, self._lot), donate=(0,))
 
     def workspace_bytes(self) -> int:
-        """Most bytes that a step takes beyond weights and caches. Compiles the largest programs of each kind."""
+        """Most bytes that a step takes beyond weights and pages. Compiles the largest programs of each kind."""
         tokens = prefill_rows(self.shapes.capacity)[-1]
         self.decode(decode_rows(self.shapes.rows)[-1])
         self._compile_ends(tokens)
+        self._compile_moves()
         for config in dict.fromkeys(self.config.layers):
             self.attend(config, tokens)
             if isinstance(config.feed_forward, MoEConfig):
                 self.experts(config, tokens)
         return max(self._workspace.values())
+
+    def _compile_moves(self) -> tuple[jax.stages.Compiled, ...]:
+        return self.copy_pages, self.save_pages, self.load_pages
 
     def _compile_ends(self, tokens: int) -> None:
         """What comes before and after the layers, for a prefill chunk."""
@@ -144,9 +198,17 @@ class Programs:
         return {"dense weights": tree_bytes(dense), "experts": tree_bytes([layer.experts for layer in layers])}
 
     @property
-    def cache_bytes(self) -> int:
-        """Bytes of all layers' caches."""
-        return tree_bytes(self._caches)
+    def page_bytes(self) -> int:
+        """Bytes of all pages."""
+        return tree_bytes(self._pages)
+
+    @cached_property
+    def bytes_of_page(self) -> tuple[int, ...]:
+        """Bytes of one page of each group, in all its layers."""
+        sizes = [0] * len(self.reaches)
+        for group, pages in zip(self._groups, self._pages, strict=True):
+            sizes[group] += tree_bytes(pages) // self.shapes.pages[group]
+        return tuple(sizes)
 
     @property
     def paused_bytes(self) -> int:
@@ -157,14 +219,18 @@ class Programs:
         """What a program of this model does, and for how many rows or tokens."""
         return next((key[0], key[-1]) for key, known in self._compiled.items() if known is program)
 
-    def new_caches(self) -> tuple[LayerCache, ...]:
-        """Zeroed caches."""
-        return tuple(map(self.new_cache, range(len(self._caches))))
+    def group_of(self, config: LayerConfig) -> int:
+        """Which of the `reaches` a layer has."""
+        return self.reaches.index(reach_of(config.attention, self.shapes.capacity))
 
-    def new_cache(self, layer: int) -> LayerCache:
-        """The zeroed cache of one layer."""
-        cache: LayerCache = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self._caches[layer])
-        return cache
+    def new_pages(self) -> tuple[LayerPages, ...]:
+        """Zeroed pages of all layers."""
+        return tuple(map(self.new_pages_of, range(len(self._pages))))
+
+    def new_pages_of(self, layer: int) -> LayerPages:
+        """The zeroed pages of one layer."""
+        pages: LayerPages = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self._pages[layer])
+        return pages
 
     def _get(
         self,
@@ -174,7 +240,7 @@ class Programs:
         live: tuple[Any, ...],
         donate: Sequence[int] = (),
     ) -> jax.stages.Compiled:
-        """`held` arguments exist all the time, weights and caches; `live` ones only while a step runs."""
+        """`held` arguments exist all the time, weights and pages; `live` ones only while a step runs."""
         if key not in self._compiled:
             program = compile_program(function, (*held, *live), donate=donate)
             temporary, outputs = program_bytes(program)
@@ -184,8 +250,9 @@ class Programs:
 
     def _attend_arguments(self, config: LayerConfig, tokens: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         index = self.config.layers.index(config)
-        chunk = PrefillChunk(*[int_shape()] * 4)
-        return (self._layer_weights(config).dense, self._caches[index]), (self._hidden(tokens), chunk)
+        tables = tuple(int_shape(blocks(self.shapes.capacity)) for _ in self.reaches)
+        chunk = PrefillChunk(int_shape(), int_shape(), int_shape(), tables)
+        return (self._layer_weights(config).dense, self._pages[index]), (self._hidden(tokens), chunk)
 
     def _attending(self, config: LayerConfig, tokens: int) -> tuple[Callable[..., Any], tuple[Any, Any]]:
         """What a layer begins with, for so many tokens, and its arguments beside the configuration."""
@@ -202,6 +269,10 @@ class Programs:
     def _layer_weights(self, config: LayerConfig) -> LayerWeights:
         return self._weights.layers[self.config.layers.index(config)]
 
+    def _step_shape(self, rows: int) -> DecodeStep:
+        tables = tuple(int_shape(rows, blocks(self.shapes.capacity)) for _ in self.reaches)
+        return DecodeStep(int_shape(rows), int_shape(rows), int_shape(rows), tables)
+
     def _hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, tokens, self.config.hidden_size), jnp.float32)
 
@@ -213,14 +284,13 @@ def decode_rows(rows: int) -> tuple[int, ...]:
 
 
 def prefill_rows(capacity: int) -> tuple[int, ...]:
-    """The chunk sizes that prefill is compiled for, where a row of the cache has `capacity` positions."""
+    """The chunk sizes that prefill is compiled for, where a sequence has `capacity` positions."""
     return tuple(tokens for tokens in PREFILL_ROWS if tokens <= capacity)
 
 
 def capacity_for(context_length: int) -> int:
-    """Cache positions for this many tokens: a whole number of blocks, and of chunks once there is more than one."""
-    unit = KV_BLOCK if context_length <= PREFILL_ROWS[-1] else PREFILL_ROWS[-1]
-    return -(-context_length // unit) * unit
+    """Positions for this many tokens: a whole number of pages."""
+    return blocks(context_length) * PAGE
 
 
 def _in_storage_form(weights: ModelWeights) -> ModelWeights:
@@ -231,6 +301,11 @@ def _in_storage_form(weights: ModelWeights) -> ModelWeights:
 
     layers = (layer._replace(experts=jax.tree.map(stored, layer.experts)) for layer in weights.layers)
     return weights._replace(layers=tuple(layers))
+
+
+def _over_groups(move: Callable[..., Any], groups: Sequence[int], pages: Any, *arguments: Any) -> Any:
+    """Moves pages of layers, each of which belongs to a group."""
+    return move(pages, groups, *arguments)
 
 
 def int_shape(*shape: int) -> jax.ShapeDtypeStruct:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from novalm_jax.engine.sampling import ResolvedSampling
 from novalm_jax.errors import CheckpointError, EngineError
+from novalm_jax.kv.pages import Held, Moved
 from novalm_jax.text.detokenizer import TextStream
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -38,6 +39,14 @@ class Completion:
     logprobs: Logprobs | None
 
 
+class MovedOut(NamedTuple):
+    """Pages of a request that are on the host: which they were, their content, and its bytes."""
+
+    what: Moved
+    saved: Any
+    nbytes: int
+
+
 @dataclass(eq=False)
 class Request:
     """A completion that the engine works on. `max_tokens` is at least 1 and fits the context with the prompt."""
@@ -49,7 +58,26 @@ class Request:
     text_stream: TextStream | None = None
     index: int = 0
     choice: int = 0
+    priority: int = 0
+    """Those with a higher one come first."""
+    leader: Request | None = None
+    """Whose prompt it shares, for as long as that is on its way."""
+    prefix_seed: bytes = b""
+    """Stands for what its prompt is computed with: pages are shared where it is the same."""
+    number: int = -1
+    """Place in the order of arrival."""
     row: int | None = None
+    """Of a decode step; None where it has no pages on the device."""
+    held: Held | None = None
+    moved: MovedOut | None = None
+    computed: int = 0
+    """Tokens of the prompt that pages hold."""
+    passes: int = 0
+    """Through the model, with parts of the prompt."""
+    waited: int = 0
+    """Steps for which it had no row."""
+    used: int = 0
+    """The last step that computed something of it."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: Logprobs = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -64,6 +92,16 @@ class Request:
     def length(self) -> int:
         """Tokens of prompt and output so far."""
         return len(self.prompt_ids) + len(self.token_ids)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of prompt and output, should it run to its end."""
+        return len(self.prompt_ids) + self.max_tokens
+
+    @property
+    def prompt_done(self) -> bool:
+        """Whether pages hold all of the prompt."""
+        return self.computed >= len(self.prompt_ids)
 
     @property
     def ended(self) -> bool:

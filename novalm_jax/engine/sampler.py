@@ -280,13 +280,20 @@ class Sampler:
         state = sum(leaf.size * leaf.dtype.itemsize for leaf in self._shapes)
         return state + _WORKSPACE_PER_TOKEN * self._vocab + _WORKSPACE_PER_ROW * self._rows + _WORKSPACE
 
-    def admit(self, row: int, params: ResolvedSampling, prompt_ids: Sequence[int], end_ids: Sequence[int]) -> None:
-        """Makes row `row` that of a new request.
+    def admit(
+        self,
+        row: int,
+        params: ResolvedSampling,
+        prompt_ids: Sequence[int],
+        end_ids: Sequence[int],
+        output_ids: Sequence[int] = (),
+    ) -> None:
+        """Makes row `row` that of a request: a new one, or one that comes back after `output_ids`.
 
         Raises:
           RequestError: an id outside the vocabulary.
         """
-        values = row_of(params, prompt_ids, end_ids, self._vocab)
+        values = row_of(params, prompt_ids, end_ids, self._vocab, output_ids)
         if self._admit is None:
             self._admit = compile_program(admit, (self._shapes, values, jnp.int32(0)), donate=(0,))
         self._state = self._admit(self._taken(), values, np.int32(row))

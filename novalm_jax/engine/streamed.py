@@ -65,7 +65,7 @@ class StreamedExecutor(Executor):
         self._weights = weights
         self.streamer = streamer
         self._bytes_read = bytes_read
-        self._pass_chunks = pass_chunks
+        self.pass_chunks = pass_chunks
         self._lookahead = lookahead
 
     @property
@@ -83,10 +83,10 @@ class StreamedExecutor(Executor):
         return self._experts.tiers()
 
     def close(self) -> None:
-        """Ends the streamer's threads, and frees weights, slots and caches."""
+        """Ends the streamer's threads, and frees weights, slots and pages."""
         self.streamer.close()
-        delete_arrays((self._weights, self._caches))
-        self._weights, self._caches = ModelWeights((), ()), []
+        delete_arrays((self._weights, self._pages))
+        self._weights, self._pages = ModelWeights((), ()), []
 
     def _decode_step(self, bucket: int, step: DecodeStep) -> tuple[Decoded, Routing | None]:
         programs, chosen = self.programs, []
@@ -97,7 +97,7 @@ class StreamedExecutor(Executor):
             x = self._embed_step(step)
             for i, config in enumerate(self._layers):
                 dense, attend = self._dense(i, x), programs.attend_step(config, bucket)
-                x, self._caches[i] = self._run(attend, dense, self._caches[i], x, step, layer=i)
+                x, self._pages[i] = self._run(attend, dense, self._pages[i], x, step, layer=i)
                 if isinstance(moe := config.feed_forward, MoEConfig):
                     x = x._replace(routing=self._chosen(i, x.routing, active))
                     chosen.append(x.routing)
@@ -148,29 +148,23 @@ class StreamedExecutor(Executor):
         self._experts.prefetch(layer, _most_wanted([(ids, weights)], moe))
 
     def _through_layers(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, jax.Array] | None]:
-        left = list(chunks)
-        while left:
-            side_by_side, left = left[: self._pass_chunks], left[self._pass_chunks :]
-            yield from self._pass(side_by_side)
-
-    def _pass(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, jax.Array] | None]:
-        """Runs chunks through all layers, side by side."""
-        programs = self.programs
+        """All of them side by side, so that every expert comes once."""
+        programs, chunks = self.programs, list(chunks)
         self.streamer.next_step()
         states: list[Any] = [self._embed(chunk) for chunk in chunks]
         for i, config in enumerate(self._layers):
-            with self._caches_in_use(), self._experts_in_use():
+            with self._pages_in_use(), self._experts_in_use():
                 dense = self._dense(i, states)
                 for at, chunk in enumerate(chunks):
                     attend = programs.attend(config, chunk.bucket)
-                    states[at], self._caches[i] = self._run(
-                        attend, dense, self._caches[i], states[at], chunk.at, layer=i
+                    states[at], self._pages[i] = self._run(
+                        attend, dense, self._pages[i], states[at], self._place(chunk), layer=i
                     )
                 if isinstance(moe := config.feed_forward, MoEConfig):
                     tails = [
                         tuple(np.asarray(part)[max(0, chunk.length - TAIL) : chunk.length] for part in state.routing)
                         for chunk, state in zip(chunks, states, strict=True)
-                        if chunk.last or chunk is chunks[-1]
+                        if chunk.part.last or chunk is chunks[-1]
                     ]
                     wanted = _most_wanted([state.routing for state in states], moe)
                     waves = self._experts.waves(i, wanted, kept=_most_wanted(tails, moe))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from novalm_jax.compat import program_bytes
 from novalm_jax.config import LayerConfig, MoEConfig
-from novalm_jax.engine.functions import DECODE_ROWS, HEAD_BLOCK, PREFILL_ROWS, DecodeStep, Structure
+from novalm_jax.engine.functions import DECODE_ROWS, HEAD_BLOCK, PREFILL_ROWS, Structure
 from novalm_jax.engine.programs import Programs, Shapes, decode_rows, int_shape, looked_up, prefill_rows
 from novalm_jax.experts.dense import DensePlan
 from novalm_jax.experts.fetcher import IN_FLIGHT
@@ -47,7 +47,7 @@ class StreamedPrograms(Programs):
 
     @looked_up
     def attend_step(self, config: LayerConfig, rows: int) -> jax.stages.Compiled:
-        """(dense, cache, x, `DecodeStep`) -> (`Routed` or x, cache); the cache is donated."""
+        """(dense, pages, x, `DecodeStep`) -> (`Routed` or x, pages); the pages are donated."""
         held, live = self._attend_step_arguments(config, rows)
         function = partial(self._functions.attend_step, config)
         return self._get(("attend step", config, rows), function, held, live, donate=(1,))
@@ -94,6 +94,7 @@ class StreamedPrograms(Programs):
         """As in `Programs`."""
         rows, tokens = decode_rows(self.shapes.rows)[-1], prefill_rows(self.shapes.capacity)[-1]
         self._compile_ends(tokens)
+        self._compile_moves()
         self._compile_ends_of_step(rows)
         for config in dict.fromkeys(self.config.layers):
             self.attend(config, tokens)
@@ -137,7 +138,7 @@ class StreamedPrograms(Programs):
 
     def _attend_step_arguments(self, config: LayerConfig, rows: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         held, _ = self._attend_arguments(config, rows)
-        return held, (self._step_hidden(rows), DecodeStep(*[int_shape(rows)] * 4))
+        return held, (self._step_hidden(rows), self._step_shape(rows))
 
     def _attending(self, config: LayerConfig, tokens: int) -> tuple[Callable[..., Any], tuple[Any, Any]]:
         if tokens >= PREFILL_ROWS[0]:

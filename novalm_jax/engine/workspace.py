@@ -8,9 +8,11 @@ which some share their memory; tests hold the bounds against compiled programs.
 from __future__ import annotations
 
 from novalm_jax.config import AttentionConfig, LatentConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig
-from novalm_jax.engine.functions import DECODE_ROWS, EXPERT_GROUP, HEAD_BLOCK, KV_BLOCK
+from novalm_jax.engine.functions import DECODE_ROWS, EXPERT_GROUP, HEAD_BLOCK
 from novalm_jax.engine.programs import Shapes, decode_rows, prefill_rows
 from novalm_jax.experts.dense import DensePlan
+from novalm_jax.kv.paged import MOVED_TOGETHER, page_bytes
+from novalm_jax.kv.pages import PAGE
 from novalm_jax.models.counts import expert_count
 
 _F32 = _I32 = 4
@@ -37,7 +39,7 @@ class Workspace:
     def resident_bytes(self) -> int:
         """Most that a step of a resident model takes beyond weights and caches."""
         tokens, layers = prefill_rows(self.shapes.capacity)[-1], dict.fromkeys(self.config.layers)
-        most = [self.decode(decode_rows(self.shapes.rows)[-1]), *self._around(tokens)]
+        most = [self.decode(decode_rows(self.shapes.rows)[-1]), self.moved(), *self._around(tokens)]
         most += [self.attend(layer, tokens) for layer in layers]
         return max(most + [self.experts(layer, tokens) for layer in layers if _is_sparse(layer)])
 
@@ -45,10 +47,17 @@ class Workspace:
         """As `resident_bytes`, for experts in slots, and for dense weights in parts if they are."""
         tokens, rows = prefill_rows(self.shapes.capacity)[-1], decode_rows(self.shapes.rows)[-1]
         if self._blocks:
-            most = [self.insert(), self.embed_rows(tokens), self.normed(tokens), self.normed_tokens(tokens)]
+            most = [
+                self.insert(),
+                self.moved(),
+                self.embed_rows(tokens),
+                self.normed(tokens),
+                self.normed_tokens(tokens),
+            ]
             most += [self.normed_step(rows), self.some_logits(HEAD_BLOCK), self.some_logits(rows), self.joined(rows)]
         else:
             most = [self.embed_step(rows), self.head_of_step(rows), self.insert(), *self._around(tokens)]
+        most.append(self.moved())
         for layer in dict.fromkeys(self.config.layers):
             most += [self.attend(layer, tokens), self.attend_step(layer, rows)]
             if _is_sparse(layer):
@@ -154,6 +163,12 @@ class Workspace:
         """The scalar that is there once the record is: all else is done in place."""
         return _SMALL
 
+    def moved(self) -> int:
+        """Pages of every layer that are copied, saved or loaded together, as they come and as they go."""
+        groups = len(self.shapes.pages)
+        pages = sum(page_bytes(self.config, self.shapes.capacity, (MOVED_TOGETHER,) * groups, self.shapes.dtype))
+        return 2 * pages + _SMALL * len(self.config.layers)
+
     def decode(self, rows: int) -> int:
         """A step of the whole model: what takes most of it, and of every layer what its loops begin with, which may
         all be there from the start."""
@@ -220,8 +235,8 @@ class Workspace:
         queries_and_result = self._item * rows * each * (key + value)
         if isinstance(attention, LatentConfig):
             queries_and_result += 2 * _F32 * rows * each * max(key, value) + self._up_copies(attention)
-        scores, mixed, sums = _F32 * each * KV_BLOCK, _F32 * each * value, 4 * _F32 * each
-        masks = 2 * each * KV_BLOCK // (attention.num_kv_heads if isinstance(attention, AttentionConfig) else 1)
+        scores, mixed, sums = _F32 * each * PAGE, _F32 * each * value, 4 * _F32 * each
+        masks = 2 * each * PAGE // (attention.num_kv_heads if isinstance(attention, AttentionConfig) else 1)
         # Scores before and after masking; then weights, and the values that they mix.
         return queries_and_result + blocks + masks + sums + mixed + scores + max(scores, mixed)
 
@@ -229,18 +244,18 @@ class Workspace:
         """Keys and values of a block of positions, these also in float32."""
         wide = _F32 + self._item
         if isinstance(attention, AttentionConfig):
-            # 16 bits: keys, values, values in float32, and both once more where a row is one block, which is cut out
+            # 16 bits: keys, values, values in float32, and both once more where there is one page, which is cut out
             # whole. Float32: keys, and values of what is seen.
             narrow = self._item < _F32
-            each = 2 * _F32 + (2 * self._item if narrow and self.shapes.capacity == KV_BLOCK else 0)
-            return KV_BLOCK * attention.num_kv_heads * attention.head_dim * each
-        latents = KV_BLOCK * (attention.kv_rank + attention.rope_dim) * self._item
+            each = 2 * _F32 + (2 * self._item if narrow and 1 in self.shapes.pages else 0)
+            return PAGE * attention.num_kv_heads * attention.head_dim * each
+        latents = PAGE * (attention.kv_rank + attention.rope_dim) * self._item
         if tokens == 1:
-            return 2 * latents + KV_BLOCK * attention.kv_rank * wide
+            return 2 * latents + PAGE * attention.kv_rank * wide
         # Keys and values of all heads: products, put in order, and rounded; keys with what all heads share.
         nope, value = attention.nope_dim, attention.value_dim
         numbers = (nope + value) * (_F32 + wide) + (nope + attention.rope_dim) * self._item + value * _F32
-        return latents + KV_BLOCK * attention.num_heads * numbers
+        return latents + PAGE * attention.num_heads * numbers
 
     def _up_copies(self, attention: AttentionConfig | LatentConfig) -> int:
         """The two halves of a projection from latents, which are cut from one matrix."""

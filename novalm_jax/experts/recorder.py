@@ -1,7 +1,7 @@
 """Which experts decode steps use: counted always, and kept as a trace where somebody wants one.
 
-Belongs to the compute thread; others may read the counts. Knows rows of a cache and choices; refuses to know requests
-and files.
+Belongs to the compute thread; others may read the counts. Knows numbers of sequences and choices; refuses to know
+requests and files.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ class Recorder:
         self._keeps_rows = keeps_rows
         experts = max((moe.num_experts for moe in sparse.values()), default=0)
         self._counted = _Counted(np.zeros((len(sparse), experts), np.int64))
-        self._sequences = 0
-        self._sequence_in: dict[int, int] = {}
         self._kept: list[_Kept] = []
 
     @property
@@ -79,15 +77,10 @@ class Recorder:
         """Rows that the trace lacks, since it is full."""
         return self._counted.left_out
 
-    def begin(self, row: int) -> None:
-        """Another sequence has this row of the cache from now on."""
-        self._sequence_in[row] = self._sequences
-        self._sequences += 1
-
-    def step(self, rows: Sequence[int], chosen: Routing) -> None:
-        """A decode step of these rows of the cache: what its layers chose, `[layers, b, k]`, `NONE` where there is
-        nothing. Padding may follow the rows."""
-        before, count = self._counted, len(rows)
+    def step(self, sequences: Sequence[int], chosen: Routing) -> None:
+        """A decode step of these sequences, each told by a number: what its layers chose, `[layers, b, k]`, `NONE`
+        where there is nothing. Padding may follow the rows."""
+        before, count = self._counted, len(sequences)
         ids = np.asarray(chosen.ids)[:, :count]
         after = before._replace(
             uses=before.uses + count_choices(ids, before.uses.shape[1]),
@@ -95,7 +88,7 @@ class Recorder:
             steps=before.steps + 1,
         )
         if self._keeps_rows:
-            after = self._keep(after, rows, ids, np.asarray(chosen.weights)[:, :count])
+            after = self._keep(after, sequences, ids, np.asarray(chosen.weights)[:, :count])
         self._counted = after
 
     def trace(self) -> Trace | None:
@@ -122,13 +115,12 @@ class Recorder:
             return None
         return ExpertProfile(self._name, counted.uses / counted.tokens, counted.tokens)
 
-    def _keep(self, counted: _Counted, rows: Sequence[int], ids: np.ndarray, weights: np.ndarray) -> _Counted:
+    def _keep(self, counted: _Counted, sequences: Sequence[int], ids: np.ndarray, weights: np.ndarray) -> _Counted:
         # Experts are few, and the weights are there to be looked at.
         experts, weights = ids.swapaxes(0, 1).astype(np.int16), weights.swapaxes(0, 1).astype(np.float16)
         size = counted.bytes + experts.nbytes + weights.nbytes
         if size > MOST_BYTES:
-            return counted._replace(left_out=counted.left_out + len(rows))
-        sequences = np.array([self._sequence_in[row] for row in rows])
+            return counted._replace(left_out=counted.left_out + len(sequences))
         # In place of what a step left that was broken off.
-        self._kept[counted.kept :] = [(experts, weights, sequences, counted.steps)]
+        self._kept[counted.kept :] = [(experts, weights, np.array(sequences), counted.steps)]
         return counted._replace(bytes=size, kept=counted.kept + 1)

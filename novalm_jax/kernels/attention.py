@@ -1,8 +1,8 @@
 """Causal grouped-query attention: the plain form, one of whole sequences that computes little that is not seen, and
-one over a cache that costs what the true length costs.
+one over pages of a cache that costs what the true length costs.
 
-Scores, softmax and sums are float32. Layouts: queries `[..., t, h, c]`; keys and values of the cache `[rows, g, s, c]`,
-h a multiple of g, so that a head's positions are contiguous. Caches may be in storage form.
+Scores, softmax and sums are float32. Layouts: queries `[..., t, h, c]`; keys and values in pages `[p, g, page, c]`, h a
+multiple of g, so that a head's positions are contiguous. Pages may be in storage form.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_BLOCKS = 8
 """Blocks of it, at most."""
 
 ReadBlock = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-"""Row and number of a block of cache positions -> its keys `[g, block, c]` and values `[g, block, c']`."""
+"""A row's table and the number of a block of positions -> its keys `[g, block, c]` and values `[g, block, c']`."""
 
 
 def reference(q: jax.Array, k: jax.Array, v: jax.Array, rule: Rule, sinks: jax.Array | None = None) -> jax.Array:
@@ -100,36 +100,33 @@ def blocked(q: jax.Array, k: jax.Array, v: jax.Array, rule: Rule, sinks: jax.Arr
     return jnp.concatenate(mixed, axis=3).reshape(b, h, t, dim).transpose(0, 2, 1, 3).astype(q.dtype)
 
 
-def cached(
+def paged(
     q: jax.Array,
     keys: jax.Array,
     values: jax.Array,
-    rows: jax.Array,
+    tables: jax.Array,
     starts: jax.Array,
     rule: Rule,
     sinks: jax.Array | None,
-    block: int,
 ) -> jax.Array:
-    """Attention of new tokens to a cache that already holds their own keys and values.
+    """Attention of new tokens to pages that already hold their own keys and values.
 
     Args:
       q: `[b, t, h, c]`; token i of row r stands at position `starts[r] + i`.
-      keys, values: `[rows, g, s, c]` and `[rows, g, s, c']`, in q's dtype or its storage form; s is a multiple of
-        `block`.
-      rows: int32 `[b]`, which row of the cache each row of q reads.
+      keys, values: `[p, g, page, c]` and `[p, g, page, c']`, in q's dtype or its storage form.
+      tables: int32 `[b, n]`, which page holds each block of positions of each row of q.
       starts: int32 `[b]`; negative for a row that is to see nothing (its result is zeros).
       rule, sinks: as for `reference`.
-      block: cache positions handled at a time.
 
     Returns:
       `[b, t, h, c']` in q's dtype.
     """
 
-    def read(row: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        k, v = (read_positions(cache, row, number, block, q.dtype) for cache in (keys, values))
+    def read(table: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, v = (read_page(pages, table[number], q.dtype) for pages in (keys, values))
         return k, v
 
-    return walk(q, read, keys.shape[1], values.shape[-1], rows, starts, rule, sinks, block)
+    return walk(q, read, keys.shape[1], values.shape[-1], tables, starts, rule, sinks, keys.shape[2])
 
 
 def walk(
@@ -137,13 +134,13 @@ def walk(
     read: ReadBlock,
     g: int,
     value_dim: int,
-    rows: jax.Array,
+    tables: jax.Array,
     starts: jax.Array,
     rule: Rule,
     sinks: jax.Array | None,
     block: int,
 ) -> jax.Array:
-    """`cached` over anything that blocks of keys and values can be read from, of g heads and values of `value_dim`.
+    """`paged` over anything that blocks of keys and values can be read from, of g heads and values of `value_dim`.
 
     Every row walks the blocks it can see, with a trip count that only the run knows, and carries an online softmax
     (arXiv:1805.02867) through them in order. It begins with the sinks, as with a key whose value is nothing.
@@ -159,13 +156,13 @@ def walk(
     empty = (top, total, jnp.zeros((g, m, value_dim), jnp.float32))
 
     def one_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        queries, index, start = row
+        queries, table, start = row
         queries = queries.reshape(t, g, h // g, c).transpose(1, 2, 0, 3).reshape(g, m, c)
         at = jnp.tile(start + position, h // g)
 
         def see_block(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             top, total, mixed = carry
-            k, v = read(index, i)
+            k, v = read(table, i)
             key_at = i * block + jnp.arange(block, dtype=jnp.int32)
             seen = _visible(at[None, :, None], key_at[None, None, :], rule)
             scores = jnp.where(seen, einsum("gmc,gsc->gms", queries, k) * rule.scale, _NEVER)
@@ -182,15 +179,12 @@ def walk(
         out = mixed / jnp.where(total > 0, total, 1.0)
         return out.reshape(g, h // g, t, value_dim).transpose(2, 0, 1, 3).reshape(t, h, value_dim).astype(q.dtype)
 
-    return lax.map(one_row, (q, rows, starts))
+    return lax.map(one_row, (q, tables, starts))
 
 
-def read_positions(cache: jax.Array, row: jax.Array, number: jax.Array, block: int, dtype: jnp.dtype) -> jax.Array:
-    """Positions `number * block` on of one row of a cache `[rows, g, s, c]`: `[g, block, c]` in `dtype`."""
-    _, g, _, c = cache.shape
-    zero = jnp.int32(0)
-    part = lax.dynamic_slice(cache, (row, zero, number * block, zero), (1, g, block, c))[0]
-    return view_as(part, dtype)
+def read_page(pages: jax.Array, page: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """One page of `pages [p, g, page, c]`: `[g, page, c]` in `dtype`."""
+    return view_as(lax.dynamic_index_in_dim(pages, page, keepdims=False), dtype)
 
 
 def _visible(query: jax.Array, key: jax.Array, rule: Rule) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from novalm_jax.kernels import attention
-from novalm_jax.kernels.attention import Rule, read_positions
+from novalm_jax.kernels.attention import Rule, read_page
 from novalm_jax.kernels.linear import einsum, row_major
 
 
@@ -41,34 +41,30 @@ def reference(q: jax.Array, latents: jax.Array, up: Up, rule: Rule) -> jax.Array
     return attention.reference(q, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3), rule)
 
 
-def expanded(
-    q: jax.Array, latents: jax.Array, up: Up, rows: jax.Array, starts: jax.Array, rule: Rule, block: int
-) -> jax.Array:
-    """Attention of new tokens to a cache of latents `[rows, 1, s, l + r]`, block by block of keys and values.
+def expanded(q: jax.Array, latents: jax.Array, up: Up, tables: jax.Array, starts: jax.Array, rule: Rule) -> jax.Array:
+    """Attention of new tokens to pages of latents `[p, 1, page, l + r]`: keys and values of one page at a time.
 
-    As `attention.cached`: q `[b, t, h, n + r]` in, `[b, t, h, c]` out, `rows` and `starts` int32 `[b]`.
+    As `attention.paged`: q `[b, t, h, n + r]` in, `[b, t, h, c]` out, `tables` int32 `[b, n]` and `starts` `[b]`.
     """
 
-    def read(row: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return expand(read_positions(latents, row, number, block, q.dtype)[0], up)
+    def read(table: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return expand(read_page(latents, table[number], q.dtype)[0], up)
 
     heads, value_dim, _ = up.values.shape
-    return attention.walk(q, read, heads, value_dim, rows, starts, rule, None, block)
+    return attention.walk(q, read, heads, value_dim, tables, starts, rule, None, latents.shape[2])
 
 
-def absorbed(
-    q: jax.Array, latents: jax.Array, up: Up, rows: jax.Array, starts: jax.Array, rule: Rule, block: int
-) -> jax.Array:
+def absorbed(q: jax.Array, latents: jax.Array, up: Up, tables: jax.Array, starts: jax.Array, rule: Rule) -> jax.Array:
     """As `expanded`, with the projections moved to the queries and to the result."""
     nope, rank = up.keys.shape[1:]
 
-    def read(row: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        stored = read_positions(latents, row, number, block, q.dtype)
+    def read(table: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        stored = read_page(latents, table[number], q.dtype)
         return stored, stored[:, :, :rank]
 
     inner = _by_head("hmn,hnl->hml", q[..., :nope], up.keys)
     queries = jnp.concatenate([inner, q[..., nope:]], axis=-1)
-    mixed = attention.walk(queries, read, 1, rank, rows, starts, rule, None, block)
+    mixed = attention.walk(queries, read, 1, rank, tables, starts, rule, None, latents.shape[2])
     return _by_head("hml,hcl->hmc", mixed, up.values)
 
 

@@ -28,6 +28,11 @@ class EngineOptions:
     """Tokens of prompt and output together; auto: the model's own, cut to what the memory holds."""
     max_batch: int = 8
     """Requests that are decoded together."""
+    kv_memory: str | int = "auto"
+    """Of device memory, what pages of the KV cache take at most; auto: what requests can use, beside the weights. Where
+    it is short, requests wait on the host."""
+    prefix_cache: bool = True
+    """Whether prompts that begin alike share pages, which stay until others are needed."""
     dense_weights: Literal["auto", "device", "stream"] = "auto"
     """Where weights are that every token needs. device: there, or the model is refused. stream: layer by layer from
     the host, with as many layers on the device as have room. auto: on the device if they fit, else streamed."""
