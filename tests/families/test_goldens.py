@@ -22,16 +22,18 @@ from golden_helpers import GOLDEN, TOLERANCE, golden, whole
 from novalm_jax.checkpoint.load import Checkpoint, abstract_model, load_model
 from novalm_jax.compat import compile_program
 from novalm_jax.config import LayerConfig, ModelConfig, MoEConfig
-from novalm_jax.engine.executor import Executor, Prompt, ResidentExecutor, put_stored
-from novalm_jax.engine.functions import DECODE_ROWS, KV_BLOCK, Decoded, DecodeStep, Functions, ModelWeights, Structure
+from novalm_jax.engine.executor import ResidentExecutor, put_stored
+from novalm_jax.engine.functions import DECODE_ROWS, DecodeStep, Functions, ModelWeights, Structure
 from novalm_jax.engine.programs import Programs, Shapes
 from novalm_jax.kernels import experts as expert_kernel
-from novalm_jax.kv.static import CacheView, LayerCache
+from novalm_jax.kv.paged import LayerPages, PagedView
+from novalm_jax.kv.pages import PAGE
 from novalm_jax.models import moe
 from novalm_jax.models.attention import Positions
 from novalm_jax.models.decoder import Decoder, Routed
 from novalm_jax.models.families import FAMILIES
 from novalm_jax.models.params import LOGICAL_AXES, parameters_of
+from paged_helpers import Sequences
 from workspace_helpers import assert_bounded
 
 CASES = sorted(folder.parent.name for folder in GOLDEN.glob("*/golden.npz"))
@@ -53,12 +55,13 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 @functools.cache
 def programs_of(config: ModelConfig, dtype: str, rows: int) -> Programs:
-    return Programs(abstract_model(config, dtype), Shapes(rows, CAPACITY, np.dtype(jnp.dtype(dtype))))
+    return Programs(abstract_model(config, dtype), Shapes.of(config, rows, CAPACITY, np.dtype(jnp.dtype(dtype))))
 
 
-def executor_of(case: str, dtype: str = "float32", rows: int = 2) -> Executor:
+def sequences_of(case: str, dtype: str = "float32", rows: int = 2) -> Sequences:
     checkpoint = Checkpoint.open(GOLDEN / case)
-    return ResidentExecutor(checkpoint.load(dtype, put_stored), programs_of(checkpoint.config, dtype, rows), 0)
+    programs = programs_of(checkpoint.config, dtype, rows)
+    return Sequences(ResidentExecutor(checkpoint.load(dtype, put_stored), programs, 0))
 
 
 def test_all_cases_are_there() -> None:
@@ -141,43 +144,36 @@ def test_every_parameter_names_its_axes(case: str) -> None:
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 
-def stepwise(executor: Executor, ids: np.ndarray) -> np.ndarray:
+def stepwise(sequences: Sequences, ids: np.ndarray) -> np.ndarray:
     """Logits `[b, t, v]`: a prefill up to SPLIT, then all sequences together, token by token."""
     b, t = ids.shape
-    parts = [np.empty((b, SPLIT, executor._programs.config.vocab_size), np.float32)]
-    for row in range(b):
-        for _ in executor.prefill_logits(row, ids[row, :SPLIT].tolist(), t, parts[0][row]):
-            pass
+    parts = [np.stack([sequences.prefill_logits(row, ids[row, :SPLIT].tolist(), t) for row in range(b)])]
     for at in range(SPLIT, t):
-        step = executor.decode(ids[:, at].tolist(), list(range(b)), [at] * b, [t] * b)
+        step = sequences.decode(
+            dict(enumerate(ids[:, at].tolist())), dict.fromkeys(range(b), at), dict.fromkeys(range(b), t)
+        )
         parts.append(np.asarray(step.logits)[:b, None])
     return np.concatenate(parts, axis=1)
 
 
-def prefill(executor: Executor, row: int, tokens: list[int]) -> Decoded:
-    """What follows a prompt."""
-    ((_, decoded),) = (through for through in executor.prefill([Prompt(row, tokens)]) if through is not None)
-    return decoded
-
-
-def continuation(executor: Executor, prompt: list[int], count: int) -> list[int]:
-    row, tokens = executor.rows - 1, list(prompt)
-    decoded = prefill(executor, row, tokens)
+def continuation(sequences: Sequences, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    decoded = sequences.prefill(0, tokens)
     for _ in range(count - 1):
         tokens.append(int(decoded.greedy[0]))
-        decoded = executor.decode(tokens[-1:], [row], [len(tokens) - 1], [len(tokens)])
+        decoded = sequences.decode({0: tokens[-1]}, {0: len(tokens) - 1}, {0: len(tokens)})
     return [*tokens[len(prompt) :], int(decoded.greedy[0])]
 
 
 @pytest.mark.parametrize("case", DISTINCT)
 def test_prefill_and_decode_give_the_golden_logits_and_ids(case: str) -> None:
-    executor, expected = executor_of(case), golden(case)
-    assert np.abs(stepwise(executor, expected.ids) - expected.logits).max() <= TOLERANCE
+    sequences, expected = sequences_of(case), golden(case)
+    assert np.abs(stepwise(sequences, expected.ids) - expected.logits).max() <= TOLERANCE
     if count := expected.greedy.shape[1]:
-        assert continuation(executor, expected.ids[0].tolist(), count) == expected.greedy[0].tolist()
+        assert continuation(sequences, expected.ids[0].tolist(), count) == expected.greedy[0].tolist()
     else:
         assert case in LENGTH_DEPENDENT
-    assert_bounded(executor._programs)
+    assert_bounded(sequences.executor._programs)
 
 
 @pytest.mark.parametrize(
@@ -185,11 +181,11 @@ def test_prefill_and_decode_give_the_golden_logits_and_ids(case: str) -> None:
     ["mixtral-bf16", "qwen2_moe", "olmoe-clip", "granitemoe", "deepseek_v3", "gpt_oss", "llama4_text-chunk"],
 )
 def test_prefill_and_decode_in_bfloat16(case: str) -> None:
-    executor = executor_of(case, "bfloat16")
-    logits = stepwise(executor, golden(case).ids)
+    sequences = sequences_of(case, "bfloat16")
+    logits = stepwise(sequences, golden(case).ids)
     assert correlation(logits, golden(case).logits) > 0.995
     assert correlation(logits, whole(load_model(GOLDEN / case, "bfloat16"), golden(case).ids)) > 0.999
-    assert_bounded(executor._programs)
+    assert_bounded(sequences.executor._programs)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -199,19 +195,20 @@ def test_a_row_does_not_depend_on_its_neighbours(case: str, dtype: str) -> None:
     count, length = 8, 24
     ids = np.random.default_rng(5).integers(3, 96, (count, length + 8)).astype(np.int32)
     starts = [length - 2 * i for i in range(count)]
-    crowd, single = executor_of(case, dtype, rows=8), executor_of(case, dtype, rows=8)
+    crowd, single = sequences_of(case, dtype, rows=8), sequences_of(case, dtype, rows=8)
     for row, start in enumerate(starts):
-        prefill(crowd, row, ids[row, :start].tolist())
+        crowd.prefill(row, ids[row, :start].tolist())
     for row in (0, 5):
-        # Another row of the cache than in the crowd, after another sequence has been there.
-        prefill(single, 7 - row, ids[3].tolist())
-        prefill(single, 7 - row, ids[row, : starts[row]].tolist())
+        # Other pages than in the crowd, after another sequence has been there.
+        single.prefill(row, ids[3].tolist())
+        single.prefill(row, ids[row, : starts[row]].tolist())
     for i in range(6):
-        places = [start + i for start in starts]
-        tokens = [int(ids[row, at]) for row, at in enumerate(places)]
-        together = np.asarray(crowd.decode(tokens, list(range(count)), places, [at + 1 for at in places]).logits)
+        places = {row: start + i for row, start in enumerate(starts)}
+        tokens = {row: int(ids[row, at]) for row, at in places.items()}
+        known = {row: at + 1 for row, at in places.items()}
+        together = np.asarray(crowd.decode(tokens, places, known).logits)
         for row in (0, 5):
-            alone = single.decode([tokens[row]], [7 - row], [places[row]], [places[row] + 1])
+            alone = single.decode({row: tokens[row]}, places, known)
             assert alone.logits.shape[0] == DECODE_ROWS[0]
             assert np.asarray(alone.logits)[0].tobytes() == together[row].tobytes()
 
@@ -219,12 +216,12 @@ def test_a_row_does_not_depend_on_its_neighbours(case: str, dtype: str) -> None:
 class Apart:
     """A decode step as programs of its own on each side of the router, one expert subset after the other."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, caches: tuple[LayerCache, ...]):
+    def __init__(self, config: ModelConfig, weights: ModelWeights, pages: tuple[LayerPages, ...], capacity: int):
         self._structure = Structure(abstract_model(config, str(weights.outer[0].dtype)))
         self._config, self._weights = config, weights
-        self._functions = Functions(self._structure)
+        self._functions = Functions(self._structure, capacity)
         self._compiled: dict[Any, Any] = {}
-        self.caches = list(caches)
+        self.pages = list(pages)
 
     def run(self, step: DecodeStep) -> np.ndarray:
         """Logits `[b, v]`."""
@@ -232,12 +229,13 @@ class Apart:
         x = self._call("embed", lambda o, t: structure.outer(o).embed(t[:, None]), outer, step.tokens)
         for i, (config, layer) in enumerate(zip(self._config.layers, self._weights.layers, strict=True)):
             attend = functools.partial(self._attend, config)
-            routed, self.caches[i] = self._call(("attend", config), attend, layer.dense, self.caches[i], x, step)
+            routed, self.pages[i] = self._call(("attend", config), attend, layer.dense, self.pages[i], x, step)
             x = self._experts(config, layer, Routed(*routed)) if layer.experts else routed
         return np.asarray(self._call("head", lambda o, x: structure.outer(o).logits(x[:, 0]), outer, x))
 
-    def _attend(self, config: LayerConfig, dense: Any, cache: Any, x: Any, step: DecodeStep) -> Any:
-        at, view = Positions(step.positions[:, None], step.known), CacheView(cache, step.rows, step.positions, KV_BLOCK)
+    def _attend(self, config: LayerConfig, dense: Any, pages: Any, x: Any, step: DecodeStep) -> Any:
+        at, table = Positions(step.positions[:, None], step.known), step.tables[self._functions._groups[config]]
+        view = PagedView(pages, table, step.positions, step.positions + 1)
         return self._functions._attend(config, dense, view, x, at, step.positions >= 0)
 
     def _experts(self, config: LayerConfig, layer: Any, routed: Routed) -> jax.Array:
@@ -272,19 +270,17 @@ def test_a_step_cut_at_the_router_gives_the_bits_of_the_whole_step(case: str, dt
     checkpoint = Checkpoint.open(GOLDEN / case)
     model = checkpoint.load(dtype, put_stored)
     weights, programs = Structure.take_apart(model), programs_of(checkpoint.config, dtype, rows)
-    caches = programs.new_caches()
+    pages, blocks = programs.new_pages(), CAPACITY // PAGE
+    # Row r has page r of every group first, then page r + rows.
+    table = (np.arange(rows)[:, None] + rows * np.arange(blocks)[None]).astype(np.int32)
     tokens = np.random.default_rng(rows).integers(3, 96, (8, rows)).astype(np.int32)
-    apart = Apart(checkpoint.config, weights, programs.new_caches())
+    apart = Apart(checkpoint.config, weights, programs.new_pages(), CAPACITY)
     for at, now in enumerate(tokens):
         # The last row is idle at first, as in a bucket that is not full.
         positions = np.full(rows, at, np.int32)
-        places = np.arange(rows, dtype=np.int32)
-        if at < 3:
-            positions[-1], places[-1] = -1, rows
-        else:
-            positions[-1] = at - 3
-        step = DecodeStep(now, places, positions, positions + 1)
-        decoded, caches, _ = programs.decode(rows)(weights, caches, step)
+        positions[-1] = -1 if at < 3 else at - 3
+        step = DecodeStep(now, positions, positions + 1, (table,) * len(programs.reaches))
+        decoded, pages, _ = programs.decode(rows)(weights, pages, step)
         active = positions >= 0
         assert apart.run(step)[active].tobytes() == np.asarray(decoded.logits)[active].tobytes()
 
@@ -318,7 +314,7 @@ def test_the_module_is_compiled_without_its_weights() -> None:
 
 def test_the_engines_programs_are_compiled_without_weights() -> None:
     model = big_model()
-    programs = Programs(model, Shapes(4, CAPACITY, np.dtype(np.float32)))
+    programs = Programs(model, Shapes.of(model.config, 4, CAPACITY, np.dtype(np.float32)))
     layer = model.config.layers[0]
     made = [programs.decode(4), programs.embed(64), programs.head(64), programs.head_of_block(64)]
     made += [programs.attend(layer, 64), programs.experts(layer, 64)]
@@ -326,12 +322,12 @@ def test_the_engines_programs_are_compiled_without_weights() -> None:
         assert constant_bytes(compiled) < 1 << 20
 
 
-def test_a_decode_step_leaves_the_caches_where_they_are() -> None:
+def test_a_decode_step_leaves_the_pages_where_they_are() -> None:
     config = Checkpoint.open(GOLDEN / "qwen2_moe").config
-    programs = Programs(abstract_model(config, "bfloat16"), Shapes(4, 4096, np.dtype(jnp.bfloat16)))
+    programs = Programs(abstract_model(config, "bfloat16"), Shapes.of(config, 4, 4096, np.dtype(jnp.bfloat16)))
     analysis: Any = programs.decode(4).memory_analysis()
-    assert analysis.alias_size_in_bytes == programs.cache_bytes
-    assert analysis.temp_size_in_bytes < programs.cache_bytes / 4
+    assert analysis.alias_size_in_bytes == programs.page_bytes
+    assert analysis.temp_size_in_bytes < programs.page_bytes / 4
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 0)])
