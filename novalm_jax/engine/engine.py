@@ -323,7 +323,9 @@ class Engine:
         if not greedy_suffices(request.sampling) and self._sampled_in.get(row) != request.number:
             ends, sampling = sorted(request.end_ids), request.sampling
             self._sampler.admit(row, sampling, request.prompt_ids, ends, request.token_ids)
-            self._sampled_in[row] = request.number
+            # What other rows have of it is out of date from now on.
+            elsewhere = {row: number for row, number in self._sampled_in.items() if number != request.number}
+            self._sampled_in = {**elsewhere, row: request.number}
 
     def _release(self) -> None:
         """Lets go of requests that ended or that nobody waits for, and so of their rows and pages."""
