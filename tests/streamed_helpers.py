@@ -19,6 +19,8 @@ import pytest
 from novalm_jax import LLM, SamplingParams
 from novalm_jax.checkpoint.load import Checkpoint
 from novalm_jax.checkpoint.mapping import Assignment, is_expert
+from novalm_jax.compat import compile_program
+from novalm_jax.engine import sampler as sampler_module
 from novalm_jax.engine import streamed_programs as programs_module
 from novalm_jax.engine.placement import Placement, place
 from novalm_jax.engine.programs import Programs
@@ -123,8 +125,17 @@ def shared_programs() -> Iterator[dict[Any, Any]]:
             self._compiled[key], self._workspace[key] = known[same]
         return self._compiled[key]
 
+    drawing: dict[Any, jax.stages.Compiled] = {}
+
+    def shared_sampler(function: Any, arguments: Any, **options: Any) -> jax.stages.Compiled:
+        same = function, *((np.shape(leaf), leaf.dtype) for leaf in jax.tree.leaves(arguments))
+        if same not in drawing:
+            drawing[same] = compile_program(function, arguments, **options)
+        return drawing[same]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Programs, "_get", shared)
+        patch.setattr(sampler_module, "compile_program", shared_sampler)
         patch.setattr(programs_module, "compile_insert", functools.cache(compile_insert))
         yield known
 

@@ -132,6 +132,9 @@ class Scheduler:
         for request in sorted(prompts, key=lambda one: (-self._urgency(one), one.passes, one.number)):
             if not left:
                 break
+            if request.row is None:
+                # It had to leave for one before it.
+                continue
             self._look_up(request)
             start = request.computed
             end = min(len(request.prompt_ids), start + left * self._limits.chunk)
@@ -238,10 +241,16 @@ class Scheduler:
         self._look_up(request)
         held = request.held.count() if request.held is not None else [0] * len(self.pages.pools)
         growing = sum(one.row is not None for one in requests)
-        return not growing or all(
+        room = not growing or all(
             need - have + growing <= pool.available
             for need, have, pool in zip(self._most(len(request.prompt_ids)), held, self.pages.pools, strict=True)
         )
+        if not room and request.held is not None:
+            # Nothing is kept for those that wait: they could not be told to leave.
+            self.prefix_tokens -= request.computed
+            self.pages.free(request.held)
+            request.held, request.computed = None, 0
+        return room
 
     def _look_up(self, request: Request) -> None:
         """Before the first pass of a prompt: takes what pages hold of it already."""
