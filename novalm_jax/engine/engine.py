@@ -54,7 +54,8 @@ class Engine:
       prompt_tokens: tokens of prompts that are through.
       generated_tokens: tokens that were chosen.
       steps: decode steps.
-      compute_seconds: time spent in prefill, decode and sampling.
+      step_seconds: time spent in steps.
+      compute_seconds: of it, in programs of prompts, decoding and sampling.
       longest_wait: most seconds that prompts took before a decode step that somebody waited for.
     """
 
@@ -80,6 +81,7 @@ class Engine:
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.steps = 0
+        self.step_seconds = 0.0
         self.compute_seconds = 0.0
         self.longest_wait = 0.0
 
@@ -146,13 +148,14 @@ class Engine:
         """
         with self._lock:
             self.check_open()
+            begin = time.perf_counter()
             try:
                 self._release()
                 self.scheduler.place(self._requests, self._busy)
-                start, waiting = time.perf_counter(), bool(self._running())
+                waiting = bool(self._running())
                 self._prefill()
                 if waiting:
-                    self.longest_wait = max(self.longest_wait, time.perf_counter() - start)
+                    self.longest_wait = max(self.longest_wait, time.perf_counter() - begin)
                 self._decode()
                 self._release()
             except BaseException as error:
@@ -160,6 +163,8 @@ class Engine:
                 if isinstance(error, Exception) and not isinstance(error, CheckpointError):
                     raise EngineError(f"A step failed, and the requests in it are lost: {error}") from error
                 raise
+            finally:
+                self.step_seconds += time.perf_counter() - begin
 
     def check_open(self) -> None:
         """Returns where the engine is open.
@@ -229,6 +234,7 @@ class Engine:
             assert self._pass is not None
             start = time.perf_counter()
             for through in self._pass.progress:
+                self.compute_seconds += time.perf_counter() - start
                 if through is not None:
                     number, decoded = through
                     self._prompt_is_through(self._pass.owners[number].request, decoded)
@@ -236,9 +242,9 @@ class Engine:
                 del through
                 if self._closed or not self._pass.wanted or self._must_decode(begin):
                     break
+                start = time.perf_counter()
             else:
                 self._end_pass()
-            self.compute_seconds += time.perf_counter() - start
             self._release()
             if self._must_decode(begin):
                 return
@@ -290,7 +296,6 @@ class Engine:
             self._accept(together[begin : begin + lines], decoded)
 
     def _decode(self) -> None:
-        start = time.perf_counter()
         running = self.scheduler.next_decode(self._requests, self._busy)
         lines = []
         for request in running:
@@ -298,24 +303,35 @@ class Engine:
             length = request.length
             lines.append(Line(request.token_ids[-1], length - 1, length, request.held, request.number))
         if lines:
-            self._accept(running, self._executor.decode(lines))
+            with self._computing():
+                decoded = self._executor.decode(lines)
+            self._accept(running, decoded)
             self.steps += 1
-            self.compute_seconds += time.perf_counter() - start
 
     def _accept(self, requests: Sequence[Request], decoded: Decoded) -> None:
         """Chooses a token for each request from its line of `decoded`, and hands it over."""
         for request in requests:
             self._enter(request)
-        ids = np.asarray(decoded.greedy).tolist()
+        with self._computing():
+            ids = np.asarray(decoded.greedy).tolist()
         logprobs: list[dict[int, float] | None] = [None] * len(requests)
         drawn = [None if greedy_suffices(request.sampling) else _row(request) for request in requests]
         if any(row is not None for row in drawn):
             wanted = [request.sampling.logprobs for request in requests]
-            sampled, logprobs = self._sampler.sample(decoded.logits, drawn, wanted)
+            with self._computing():
+                sampled, logprobs = self._sampler.sample(decoded.logits, drawn, wanted)
             ids = [ids[i] if row is None else int(sampled[i]) for i, row in enumerate(drawn)]
         for request, token, logprob in zip(requests, ids, logprobs, strict=False):
             request.accept(token, logprob)
             self.generated_tokens += 1
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.compute_seconds += time.perf_counter() - begin
 
     def _enter(self, request: Request) -> None:
         """Tells the sampler whose the row is, where it is another request's by now."""

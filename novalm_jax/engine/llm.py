@@ -261,8 +261,12 @@ class LLM:
             context_length=self.context_length,
             compute_seconds=engine.compute_seconds,
             load_seconds=self._load_seconds,
+            step_seconds=engine.step_seconds,
+            longest_wait_seconds=engine.longest_wait,
             prompt_tokens=engine.prompt_tokens,
             generated_tokens=engine.generated_tokens,
+            decode_steps=engine.steps,
+            distinct_experts=self._executor.recorder.different,
             launches=self._executor.launches,
             programs_compiled=self._compiles.compiled,
             programs_from_cache=self._compiles.from_cache,
@@ -272,6 +276,7 @@ class LLM:
             sampling_defaults=self._defaults.sampling(),
             policy=self.options.policy if placement.slots else "in turn" if placement.dense else "resident",
             experts=self._executor.expert_map() if moe_layers(self.config) else None,
+            **engine.scheduler.figures(),
             **self._executor.figures(),
         )
 

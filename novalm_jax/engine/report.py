@@ -25,9 +25,13 @@ class Report:
 
     `device_peak_bytes` is the planned peak, whose parts are `device_table`. Hits and misses are of experts on the
     device; `stall_seconds` is time that computing waited for weights. `uploads` are of experts, `dense_uploads` of a
-    layer's dense weights or a block of the head. `compute_seconds` is the time of steps,
-    `load_seconds` that of everything before the first one, `launches` counts compiled programs that were run. `experts`
-    is a map of all of them, which `plot` draws and no other form shows; None where there are none.
+    layer's dense weights or a block of the head. `step_seconds` is the time of steps, `compute_seconds` what programs
+    took of it, `load_seconds` the time of everything before the first one, `longest_wait_seconds` the most that prompts
+    took before a decode step that somebody waited for. `launches` counts compiled programs that were run.
+    `prefix_tokens`, of `prompt_tokens`, were not computed, as pages had them; `distinct_experts` were used by decode
+    steps, each once in a step. `kv_pages` are of all groups of layers; `preemptions` moved `kv_bytes_moved` of them to
+    the host, where `kv_host_bytes` are now. `experts` is a map of all experts, which `plot` draws and no other form
+    shows; None where there are none.
     """
 
     device_budget_bytes: int = 0
@@ -52,8 +56,20 @@ class Report:
     stall_seconds: float = 0.0
     compute_seconds: float = 0.0
     load_seconds: float = 0.0
+    step_seconds: float = 0.0
+    longest_wait_seconds: float = 0.0
     prompt_tokens: int = 0
+    prefix_tokens: int = 0
     generated_tokens: int = 0
+    decode_steps: int = 0
+    distinct_experts: int = 0
+    kv_pages: int = 0
+    kv_pages_in_use: int = 0
+    kv_pages_peak: int = 0
+    kv_page_tokens: int = 0
+    preemptions: int = 0
+    kv_bytes_moved: int = 0
+    kv_host_bytes: int = 0
     launches: int = 0
     programs_compiled: int = 0
     programs_from_cache: int = 0
@@ -117,7 +133,12 @@ class Report:
 
 
 def _readable(name: str, value: Any) -> str:
-    if name.endswith("_bytes") or name in ("bytes_uploaded", "dense_bytes_uploaded", "disk_bytes_read"):
+    if name.endswith("_bytes") or name in (
+        "kv_bytes_moved",
+        "bytes_uploaded",
+        "dense_bytes_uploaded",
+        "disk_bytes_read",
+    ):
         return format_size(value)
     if name.endswith("_seconds"):
         return f"{value:.3f} s"

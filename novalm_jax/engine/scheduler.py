@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from novalm_jax.engine.request import MovedOut, Request
-from novalm_jax.kv.pages import Copy, Pages
+from novalm_jax.kv.pages import PAGE, Copy, Pages
 from novalm_jax.kv.prefix import PrefixIndex
 
 AGING = 64
@@ -92,6 +92,20 @@ class Scheduler:
         """Nobody holds pages any more, and nothing is known of what they hold."""
         self.pages, self.index = pages, PrefixIndex(pages)
         self.host_bytes = 0
+
+    def figures(self) -> dict[str, int]:
+        """What is where, by the names of `Report`."""
+        pools = self.pages.pools
+        return {
+            "kv_pages": sum(pool.count for pool in pools),
+            "kv_pages_in_use": sum(pool.in_use for pool in pools),
+            "kv_pages_peak": sum(pool.most_in_use for pool in pools),
+            "kv_page_tokens": PAGE,
+            "preemptions": self.preemptions,
+            "kv_bytes_moved": self.bytes_out,
+            "kv_host_bytes": self.host_bytes,
+            "prefix_tokens": self.prefix_tokens,
+        }
 
     def fits(self, tokens: int) -> bool:
         """Whether a request of so many tokens, prompt and output, can ever run."""

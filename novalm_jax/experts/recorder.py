@@ -28,6 +28,7 @@ class _Counted(NamedTuple):
     """What steps have left so far, changed as a whole: an interrupt can come between any two instructions."""
 
     uses: np.ndarray
+    different: int = 0
     tokens: int = 0
     steps: int = 0
     kept: int = 0
@@ -73,6 +74,11 @@ class Recorder:
         return self._counted.tokens
 
     @property
+    def different(self) -> int:
+        """Experts that steps used, each once in a step."""
+        return self._counted.different
+
+    @property
     def left_out(self) -> int:
         """Rows that the trace lacks, since it is full."""
         return self._counted.left_out
@@ -82,8 +88,10 @@ class Recorder:
         where there is nothing. Padding may follow the rows."""
         before, count = self._counted, len(sequences)
         ids = np.asarray(chosen.ids)[:, :count]
+        uses = count_choices(ids, before.uses.shape[1])
         after = before._replace(
-            uses=before.uses + count_choices(ids, before.uses.shape[1]),
+            uses=before.uses + uses,
+            different=before.different + int((uses > 0).sum()),
             tokens=before.tokens + count,
             steps=before.steps + 1,
         )

@@ -52,12 +52,14 @@ class PagePool:
 
     Attributes:
       count: pages in all.
+      most_in_use: at any time.
       forget: called with a remembered page before it is given away.
     """
 
     def __init__(self, count: int):
         """Pages 0 to `count - 1`, all empty."""
         self.count = count
+        self.most_in_use = 0
         self.forget: Callable[[int], None] = lambda page: None
         self._empty = list(range(count - 1, -1, -1))
         self._users = [0] * count
@@ -99,6 +101,7 @@ class PagePool:
         else:
             raise PageError(f"All {self.count} pages are in use.")
         self._users[page] = 1
+        self.most_in_use = max(self.most_in_use, self.in_use)
         return page
 
     def share(self, page: int) -> None:
