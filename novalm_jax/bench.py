@@ -16,6 +16,7 @@ import tyro
 
 from novalm_jax.commands import leave, run_command
 from novalm_jax.options import (
+    BatchBenchOptions,
     BenchOptions,
     ComparePlanOptions,
     EngineOptions,
@@ -140,6 +141,28 @@ def _decode(command: DecodeCommand) -> None:
 
 
 @dataclass(frozen=True)
+class BatchCommand:
+    """Measure how fast requests are decoded together, beside what reading the weights alone would take."""
+
+    model: tyro.conf.Positional[str | None] = None
+    """Folder of a Hugging Face checkpoint, or the name (org/name) of one in the Hugging Face cache. None: the model in
+    this package."""
+    json: bool = False
+    """Write one JSON object in place of a table."""
+    debug: bool = False
+    """Show tracebacks."""
+    options: tyro.conf.OmitArgPrefixes[BatchBenchOptions] = field(default_factory=BatchBenchOptions)
+    engine: tyro.conf.OmitArgPrefixes[EngineOptions] = field(default_factory=EngineOptions)
+
+
+def _batch(command: BatchCommand) -> None:
+    from novalm_jax.benchmarks.batching import measure_batches
+
+    figures = measure_batches(command.model, command.options, command.engine)
+    print(json.dumps(figures.to_dict()) if command.json else figures)
+
+
+@dataclass(frozen=True)
 class _SweptCommand:
     """A model that is run in many ways."""
 
@@ -214,6 +237,7 @@ _BENCHMARKS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
     "make-model": (MakeModelCommand, _make_model),
     "prefill": (PrefillCommand, _prefill),
     "decode": (DecodeCommand, _decode),
+    "batch": (BatchCommand, _batch),
     "sweep": (SweepCommand, _sweep),
     "policy": (PolicyCommand, _policy),
     "plan": (PlanCommand, _plan),

@@ -134,7 +134,11 @@ class Forecaster:
 
     def _step(self, batch: int, tokens: int, needs: Needs, dense: DenseTraffic, layer_seconds: float) -> Forecast:
         machine, size = self.machine, self.record_bytes
-        read = dense_read(self.config, self.dtype) + batch * self.cache_read(tokens) + needs.needed * size
+        read = (
+            dense_read(self.config, self.dtype)
+            + batch * cache_read(self.config, self.dtype, tokens)
+            + needs.needed * size
+        )
         parts = {
             "device memory": read / machine.device_bandwidth,
             "programs": machine.step_seconds + len(self.config.layers) * layer_seconds,
@@ -179,9 +183,10 @@ class Forecaster:
     def _sparse(self) -> list[MoEConfig]:
         return [layer.feed_forward for layer in self.config.layers if isinstance(layer.feed_forward, MoEConfig)]
 
-    def cache_read(self, tokens: int) -> int:
-        """Bytes of the KV cache that a token reads after so many others, of each sequence."""
-        return sum(_seen(layer, tokens) * cache_bytes(layer, self.dtype) for layer in self.config.layers)
+
+def cache_read(config: ModelConfig, dtype: np.dtype, tokens: int) -> int:
+    """Bytes of the KV cache that a token reads after so many others, of each sequence."""
+    return sum(_seen(layer, tokens) * cache_bytes(layer, dtype) for layer in config.layers)
 
 
 def dense_read(config: ModelConfig, dtype: np.dtype, layers: Sequence[LayerConfig] | None = None) -> int:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,12 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from novalm_jax.checkpoint.load import Checkpoint
+from novalm_jax.checkpoint.progress import steps_bar
 from novalm_jax.compat import CompileCounter, compilation_cache_folder, enable_compilation_cache
 from novalm_jax.engine.engine import Engine
 from novalm_jax.engine.estimate import record_bytes
 from novalm_jax.engine.executor import Executor, Line, cut
 from novalm_jax.engine.placement import place
 from novalm_jax.engine.prefixes import fingerprint, prefix_seed
+from novalm_jax.engine.programs import Programs, decode_rows
 from novalm_jax.engine.report import Report
 from novalm_jax.engine.request import Completion, Request
 from novalm_jax.engine.run_files import run_files
@@ -94,6 +97,8 @@ class LLM:
         sampler = Sampler(self.options.max_batch, self.config.vocab_size)
         self._executor = self._start()
         self._executor.recorder = recorder
+        if self.options.warm_up:
+            _warm_up(self._placement.programs, sampler)
         self._engine = Engine(self._executor, sampler, self._placement.kv_host_bytes, self.options.prefix_cache)
         self._load_seconds = time.perf_counter() - start
 
@@ -451,6 +456,16 @@ class TextIterator(Iterator[str]):
 
     def __del__(self) -> None:
         self._request.dropped = True
+
+
+def _warm_up(programs: Programs, sampler: Sampler) -> None:
+    """Compiles everything that requests can need."""
+    jobs = [*programs.everything(), sampler.prepare]
+    jobs += [partial(sampler.program, rows) for rows in decode_rows(programs.shapes.rows)]
+    with steps_bar("compiling", len(jobs)) as bar:
+        for job in jobs:
+            job()
+            bar.update()
 
 
 def _engine_options(options: Mapping[str, Any]) -> EngineOptions:

@@ -181,6 +181,25 @@ class Programs:
                 self.experts(config, tokens)
         return max(self._workspace.values())
 
+    def everything(self) -> list[Callable[[], object]]:
+        """What finds or compiles each of the programs, so that no request has to wait for one."""
+        jobs: list[Callable[[], object]] = [self._compile_moves]
+        for tokens in prefill_rows(self.shapes.capacity):
+            jobs.append(partial(self._compile_ends, tokens))
+            for config in dict.fromkeys(self.config.layers):
+                jobs.append(partial(self.attend, config, tokens))
+                if isinstance(config.feed_forward, MoEConfig):
+                    jobs += self._of_experts(config, tokens)
+        return jobs + [job for rows in decode_rows(self.shapes.rows) for job in self._of_step(rows)]
+
+    def _of_experts(self, config: LayerConfig, tokens: int) -> list[Callable[[], object]]:
+        """As `everything`, of a layer's experts and a prefill chunk."""
+        return [partial(self.experts, config, tokens)]
+
+    def _of_step(self, rows: int) -> list[Callable[[], object]]:
+        """As `everything`, of a decode step."""
+        return [partial(self.decode, rows)]
+
     def _compile_moves(self) -> tuple[jax.stages.Compiled, ...]:
         return self.copy_pages, self.save_pages, self.load_pages
 

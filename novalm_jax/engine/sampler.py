@@ -294,9 +294,7 @@ class Sampler:
           RequestError: an id outside the vocabulary.
         """
         values = row_of(params, prompt_ids, end_ids, self._vocab, output_ids)
-        if self._admit is None:
-            self._admit = compile_program(admit, (self._shapes, values, jnp.int32(0)), donate=(0,))
-        self._state = self._admit(self._taken(), values, np.int32(row))
+        self._state = self._admitting()(self._taken(), values, np.int32(row))
 
     def sample(
         self, logits: Array, rows: Sequence[int | None], wanted: Sequence[int | None]
@@ -317,11 +315,28 @@ class Sampler:
         for line, row in enumerate(rows):
             index[line] = self._rows if row is None else row
         active = index < self._rows
-        if lines not in self._programs:
-            self._programs[lines] = compile_program(sample, (self._shapes, logits, index, active), donate=(0,))
-        self._state, sampled = self._programs[lines](self._taken(), logits, index, active)
+        self._state, sampled = self.program(lines)(self._taken(), logits, index, active)
         host = jax.tree.map(np.asarray, sampled)
         return host.ids, [_as_dict(host, i, most) for i, most in enumerate(wanted)]
+
+    def prepare(self) -> None:
+        """Gets ready to admit a row."""
+        self._admitting()
+        self._state = self._taken()
+
+    def _admitting(self) -> jax.stages.Compiled:
+        if self._admit is None:
+            row = row_of(ResolvedSampling(seed=0), (), (), self._vocab)
+            self._admit = compile_program(admit, (self._shapes, row, np.int32(0)), donate=(0,))
+        return self._admit
+
+    def program(self, lines: int) -> jax.stages.Compiled:
+        """What chooses a token from each of so many lines of logits; compiled when first asked for."""
+        if lines not in self._programs:
+            logits = jax.ShapeDtypeStruct((lines, self._vocab), jnp.float32)
+            index = np.zeros(lines, np.int32)
+            self._programs[lines] = compile_program(sample, (self._shapes, logits, index, index < 1), donate=(0,))
+        return self._programs[lines]
 
     def close(self) -> None:
         """Frees the device's memory."""

@@ -108,6 +108,17 @@ class StreamedPrograms(Programs):
         inserting = sum(program_bytes(self.insert)) if self.slots else 0
         return max(*self._workspace.values(), inserting)
 
+    def _of_experts(self, config: LayerConfig, tokens: int) -> list[Callable[[], object]]:
+        return [partial(part, config, tokens) for part in (self.first_wave, self.wave, self.combine)]
+
+    def _of_step(self, rows: int) -> list[Callable[[], object]]:
+        jobs: list[Callable[[], object]] = [partial(self._compile_ends_of_step, rows)]
+        for config in dict.fromkeys(self.config.layers):
+            jobs.append(partial(self.attend_step, config, rows))
+            if isinstance(config.feed_forward, MoEConfig):
+                jobs += [partial(self.lookahead, config, rows), *self._of_experts(config, rows)]
+        return jobs
+
     def _compile_ends_of_step(self, rows: int) -> None:
         """As `_compile_ends`, for a decode step."""
         self.embed_step(rows)

@@ -7,7 +7,13 @@ Plain data with the checks that need nothing but the values themselves. Knows no
 from novalm_jax.options.checks import Dtype, PolicyName, check_dtype
 from novalm_jax.options.engine import EngineOptions
 from novalm_jax.options.files import ConvertOptions
-from novalm_jax.options.measuring import BenchOptions, ComparePlanOptions, PolicyBenchOptions, SweepOptions
+from novalm_jax.options.measuring import (
+    BatchBenchOptions,
+    BenchOptions,
+    ComparePlanOptions,
+    PolicyBenchOptions,
+    SweepOptions,
+)
 from novalm_jax.options.models import MakeModelOptions, ModelShape, TrainOptions
 from novalm_jax.options.planning import EXPERT_BITS, PlanOptions
 from novalm_jax.options.routing import MakeTraceOptions, RoutingOptions, SimulateOptions
@@ -16,6 +22,7 @@ from novalm_jax.options.sampling import MAX_LOGPROBS, SamplingParams
 __all__ = [
     "EXPERT_BITS",
     "MAX_LOGPROBS",
+    "BatchBenchOptions",
     "BenchOptions",
     "ComparePlanOptions",
     "ConvertOptions",

@@ -44,6 +44,8 @@ class EngineOptions:
     link: str | int | None = None
     """Bytes a second that uploads take at least (2GB/s), to measure what a slower link would do; None for what there
     is."""
+    warm_up: bool = False
+    """Compile all programs at the start, so that no request waits for one."""
     compilation_cache: bool = True
     """Keep compiled programs in the user's cache folder, for a quick next start."""
     timeline: Path | None = None

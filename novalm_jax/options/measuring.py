@@ -28,6 +28,35 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
+class BatchBenchOptions(Checked):
+    """How many requests are decoded together, and for how long.
+
+    Raises:
+      OptionError: a value outside its range; the message names the option.
+    """
+
+    batches: str = "1,4,16,32"
+    """Numbers of requests, with commas between them."""
+    prompt_tokens: int = 32
+    """Random tokens of each prompt."""
+    tokens: int = 64
+    """Steps that are measured."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("prompt_tokens", 1), ("tokens", 2)):
+            self._whole(name, least, 2**31 - 1)
+        if not all(part.strip().isdecimal() and 0 < int(part) <= 1024 for part in self.batches.split(",")):
+            raise OptionError(
+                f"batches: expected whole numbers of at least 1 with commas between them, got {shown(self.batches)}."
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """`batches` as numbers."""
+        return tuple(int(part) for part in self.batches.split(","))
+
+
+@dataclass(frozen=True)
 class SweepOptions(Checked):
     """Which cells are measured, and how. Lists are separated by commas.
 

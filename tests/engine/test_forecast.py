@@ -15,7 +15,7 @@ from novalm_jax.checkpoint.load import Checkpoint
 from novalm_jax.config import AttentionConfig, ExpertConfig, LayerConfig, ModelConfig, MoEConfig, NormConfig
 from novalm_jax.engine import probing
 from novalm_jax.engine.estimate import dense_bytes
-from novalm_jax.engine.forecast import DenseTraffic, Forecaster, Needs, Passes, dense_read, prompt_operations
+from novalm_jax.engine.forecast import DenseTraffic, Forecaster, Needs, Passes, cache_read, dense_read, prompt_operations
 from novalm_jax.engine.machine import RATES, Machine
 from novalm_jax.engine.probing import Probe, insert_seconds
 from novalm_jax.engine.streamed import StreamedExecutor
@@ -48,18 +48,18 @@ def test_what_a_step_reads() -> None:
     assert dense_read(CONFIG, np.dtype(np.float16)) == DENSE
     assert dense_read(replace(CONFIG, tie_embeddings=True), np.dtype(np.float16)) == DENSE
     # Keys and values of two heads, of what the window sees.
-    assert FORECASTER.cache_read(7) == LAYERS * 7 * 2 * 2 * 16 * 2
-    assert FORECASTER.cache_read(70) == LAYERS * 10 * 2 * 2 * 16 * 2
+    assert cache_read(FORECASTER.config, FORECASTER.dtype, 7) == LAYERS * 7 * 2 * 2 * 16 * 2
+    assert cache_read(FORECASTER.config, FORECASTER.dtype, 70) == LAYERS * 10 * 2 * 2 * 16 * 2
 
 
 def test_a_resident_step_is_its_bytes_and_its_layers() -> None:
     found = FORECASTER.resident_step(1, 7)
-    read = DENSE + LAYERS * K * RECORD + FORECASTER.cache_read(7)
+    read = DENSE + LAYERS * K * RECORD + cache_read(FORECASTER.config, FORECASTER.dtype, 7)
     assert found.seconds == found.best_seconds == pytest.approx(read / 1e6 + 0.5 + LAYERS * 0.25)
     assert found.rate == pytest.approx(1 / found.seconds) and found.bottleneck == "programs"
     # Two tokens want 2 + 2 * 6 / 8 different experts of 8, if each chose at random.
     both = FORECASTER.resident_step(2, 7)
-    more = LAYERS * 1.5 * RECORD + FORECASTER.cache_read(7)
+    more = LAYERS * 1.5 * RECORD + cache_read(FORECASTER.config, FORECASTER.dtype, 7)
     assert both.seconds == pytest.approx(found.seconds + more / 1e6) and both.tokens == 2
 
 
