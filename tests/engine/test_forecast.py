@@ -15,7 +15,15 @@ from novalm_jax.checkpoint.load import Checkpoint
 from novalm_jax.config import AttentionConfig, ExpertConfig, LayerConfig, ModelConfig, MoEConfig, NormConfig
 from novalm_jax.engine import probing
 from novalm_jax.engine.estimate import dense_bytes
-from novalm_jax.engine.forecast import DenseTraffic, Forecaster, Needs, Passes, cache_read, dense_read, prompt_operations
+from novalm_jax.engine.forecast import (
+    DenseTraffic,
+    Forecaster,
+    Needs,
+    Passes,
+    cache_read,
+    dense_read,
+    prompt_operations,
+)
 from novalm_jax.engine.machine import RATES, Machine
 from novalm_jax.engine.probing import Probe, insert_seconds
 from novalm_jax.engine.streamed import StreamedExecutor
