@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from novalm_jax.checkpoint.orbax import load_orbax as load_orbax
     from novalm_jax.checkpoint.orbax import save_orbax as save_orbax
     from novalm_jax.checkpoint.write import save_model as save_model
+    from novalm_jax.engine.async_llm import AsyncLLM as AsyncLLM
     from novalm_jax.engine.llm import LLM as LLM
     from novalm_jax.engine.report import Report as Report
     from novalm_jax.engine.request import Completion as Completion
@@ -37,6 +38,7 @@ _HOMES = {
     "load_orbax": "checkpoint.orbax",
     "save_orbax": "checkpoint.orbax",
     "LLM": "engine.llm",
+    "AsyncLLM": "engine.async_llm",
     "Report": "engine.report",
     "Completion": "engine.request",
     "ConvertOptions": "options",

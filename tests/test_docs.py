@@ -1,4 +1,4 @@
-"""Examples in docs/ work: a family, whose table names every family there is, and the timeline of a run."""
+"""Examples in docs/ work: a family, whose table names every family there is, the timeline of a run, and serving."""
 
 import re
 import shlex
@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
+from novalm_jax import LLM, SamplingParams
 from novalm_jax.checkpoint.load import abstract_model
 from novalm_jax.checkpoint.mapping import written_tensors
 from novalm_jax.config import MLPConfig, MoEConfig
@@ -99,3 +100,13 @@ def test_recording_and_starting_from_it(
     assert (
         capsys.readouterr().out == f"(38, {len(read_trace('trace.npz').layers)}, 2) experts [tokens, layers, k] of 8\n"
     )
+
+
+def test_many_requests(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = str(tiny_checkpoint(tmp_path / "model"))
+    (snippet,) = re.findall(r"```python\n(.*?)```", section_of("serving.md", "Many requests"), flags=re.DOTALL)
+    exec(snippet.replace("path/to/model", model), {})
+    prompts = ["A small bird", "Once upon a time", "The dog", "In the garden"]
+    with LLM(model, max_batch=8) as llm:
+        outs = llm.generate(prompts, SamplingParams(max_tokens=20, temperature=0))
+    assert capsys.readouterr().out == "\n".join(out.text for out in outs) + "\n"

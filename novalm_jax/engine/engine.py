@@ -199,13 +199,17 @@ class Engine:
                 raise
             self.scheduler.pages.free(held)
 
+    def shut(self) -> None:
+        """From now on nothing begins; does not wait for what runs, which `close` ends."""
+        self._closed = True
+
     def close(self) -> None:
         """Ends all requests and frees the device's memory. Again, it frees what an interrupt left.
 
         A step that runs in another thread ends first, a prompt in it at the next border of a layer.
         """
         # Before the lock, which that thread may take again and again.
-        self._closed = True
+        self.shut()
         with self._lock:
             for request in self._requests:
                 if request.finish_reason is None and not request.dropped:

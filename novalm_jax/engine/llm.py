@@ -112,6 +112,11 @@ class LLM:
         return self._placement.context_length
 
     @property
+    def engine(self) -> Engine:
+        """Runs what `requests` makes."""
+        return self._engine
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer.
 
@@ -146,7 +151,7 @@ class LLM:
           ConfigError: a default of the checkpoint is needed, and cannot be used.
           EngineError: the run failed, or the LLM is closed.
         """
-        requests = self._requests(prompts, sampling, priority)
+        requests = self.requests(prompts, sampling, priority)
         self._engine.submit(requests)
         try:
             for request in requests:
@@ -180,7 +185,7 @@ class LLM:
         Raises:
           RequestError, CheckpointError, ConfigError, EngineError: as `generate`.
         """
-        requests = self._requests(prompts, sampling, priority)
+        requests = self.requests(prompts, sampling, priority)
         self._engine.submit(requests)
         return [TextIterator(self._engine, request) for request in requests]
 
@@ -209,15 +214,58 @@ class LLM:
           RequestError: also where there is no template, or the template refuses the messages.
           CheckpointError, ConfigError, EngineError: as `generate`.
         """
+        return self.generate(
+            self.chat_prompts(messages, tools=tools, chat_template=chat_template, **variables), sampling
+        )
+
+    def chat_prompts(
+        self,
+        messages: Messages | Sequence[Messages],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> list[list[int]]:
+        """What `chat` completes: for each conversation the ids that the chat template makes of it.
+
+        Raises:
+          RequestError, CheckpointError: as `chat`.
+        """
         if isinstance(messages, Mapping | str):
             raise RequestError("messages: expected a list of messages; put a single one into a list.")
         messages = cast("Messages", list(messages))
         single = not messages or isinstance(messages[0], Mapping)
-        prompts = [
+        return [
             self.tokenizer.encode_chat(conversation, tools=tools, chat_template=chat_template, **variables)
             for conversation in cast("Sequence[Messages]", [messages] if single else messages)
         ]
-        return self.generate(prompts, sampling)
+
+    def requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: int = 0,
+    ) -> list[Request]:
+        """One request for each choice of each prompt, all of them checked. For those who step the `engine` themselves.
+
+        Raises:
+          RequestError, CheckpointError, ConfigError: as `generate`.
+        """
+        listed = _listed(prompts)
+        sampling = SamplingParams() if sampling is None else sampling
+        for one in [sampling] if not isinstance(sampling, list | tuple) else sampling:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(
+                    f"sampling: expected SamplingParams, or a list with one for each prompt, got {one!r}."
+                )
+        params = [sampling] * len(listed) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(params) != len(listed):
+            raise RequestError(f"sampling: there are {len(params)} for {len(listed)} prompts; give one, or one each.")
+        return [
+            request
+            for index, (prompt, one) in enumerate(zip(listed, params, strict=True))
+            for request in self._choices(index, prompt, one, priority)
+        ]
 
     def logits(self, token_ids: Sequence[int], decode_from: int | None = None) -> np.ndarray:
         """Logits of given tokens through the engine's own path: prefill, then from `decode_from` on token by token.
@@ -311,29 +359,6 @@ class LLM:
                 raise
             # What ended the run counts for more.
             _log.warning("%s", error)
-
-    def _requests(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int,
-    ) -> list[Request]:
-        """One request for each choice of each prompt, all checked before any is queued."""
-        listed = _listed(prompts)
-        sampling = SamplingParams() if sampling is None else sampling
-        for one in [sampling] if not isinstance(sampling, list | tuple) else sampling:
-            if not isinstance(one, SamplingParams):
-                raise RequestError(
-                    f"sampling: expected SamplingParams, or a list with one for each prompt, got {one!r}."
-                )
-        params = [sampling] * len(listed) if isinstance(sampling, SamplingParams) else list(sampling)
-        if len(params) != len(listed):
-            raise RequestError(f"sampling: there are {len(params)} for {len(listed)} prompts; give one, or one each.")
-        return [
-            request
-            for index, (prompt, one) in enumerate(zip(listed, params, strict=True))
-            for request in self._choices(index, prompt, one, priority)
-        ]
 
     def _choices(self, index: int, prompt: Prompt, params: SamplingParams, priority: int) -> Iterator[Request]:
         name = f"prompt {index}"
