@@ -24,9 +24,6 @@ from novalm_jax.engine.scheduler import Limits, Scheduler, Take
 from novalm_jax.errors import CheckpointError, EngineError
 from novalm_jax.kv.pages import Held
 
-PREFILL_SLICE = 0.1
-"""Seconds that a decode step waits for prompts at most, and for the layer that they are in."""
-
 
 class _Pass(NamedTuple):
     """Parts of prompts on their way through the model: whose part each is, and what it takes."""
@@ -59,10 +56,25 @@ class Engine:
       longest_wait: most seconds that prompts took before a decode step that somebody waited for.
     """
 
-    def __init__(self, executor: Executor, sampler: Sampler, host_bytes: int = 0, keeps_prefixes: bool = True):
-        """`host_bytes` for pages of requests that have to wait; with `keeps_prefixes` prompts share pages."""
+    def __init__(
+        self,
+        executor: Executor,
+        sampler: Sampler,
+        host_bytes: int = 0,
+        keeps_prefixes: bool = True,
+        prefill_seconds: float = 0.1,
+    ):
+        """Takes what it runs.
+
+        Args:
+          executor, sampler: closed with this.
+          host_bytes: for pages of requests that have to wait.
+          keeps_prefixes: whether prompts that begin alike share pages.
+          prefill_seconds: that a step gives prompts at most, and what the layer takes that they are in.
+        """
         self._executor = executor
         self._sampler = sampler
+        self._prefill_seconds = prefill_seconds
         limits = Limits(
             executor.rows, executor.chunk, executor.pass_chunks, executor.page_bytes, host_bytes, keeps_prefixes
         )
@@ -231,8 +243,8 @@ class Engine:
         return [request for request in self._requests if request.row is not None and request.token_ids]
 
     def _prefill(self) -> None:
-        """Goes on with prompts, and begins with others, until there are none or decoding must not wait any longer. One
-        layer of a prompt is run at least."""
+        """Goes on with prompts, and begins with others, until there are none or their time is over: others may wait for
+        their next token, or to be submitted. One layer of a prompt is run at least."""
         begin = time.perf_counter()
         while not self._closed and (self._pass or self._begin_pass()):
             assert self._pass is not None
@@ -244,20 +256,16 @@ class Engine:
                     self._prompt_is_through(self._pass.owners[number].request, decoded)
                     del decoded
                 del through
-                if self._closed or not self._pass.wanted or self._must_decode(begin):
+                if self._closed or not self._pass.wanted or time.perf_counter() - begin >= self._prefill_seconds:
                     break
                 start = time.perf_counter()
             else:
                 self._end_pass()
             self._release()
-            if self._must_decode(begin):
+            if time.perf_counter() - begin >= self._prefill_seconds:
                 return
             if self._pass is None:
                 self.scheduler.place(self._requests, ())
-
-    def _must_decode(self, begin: float) -> bool:
-        """Whether prompts had their time since `begin`, and somebody waits for the next token."""
-        return time.perf_counter() - begin >= PREFILL_SLICE and bool(self._running())
 
     def _begin_pass(self) -> bool:
         """Begins with parts of prompts; whether there are any."""
@@ -365,11 +373,14 @@ class Engine:
         if lost and isinstance(error, Exception):
             self._error = self._error or error
         self._drop_pass()
-        for request in self._requests:
-            placed = request.row is not None or request.held is not None or request.moved is not None
-            if request.finish_reason is None and (lost or placed):
-                request.error = error if isinstance(error, Exception) else None
+        there = [one for one in self._requests if one.row is not None or one.held or one.moved]
+        # Where nobody has anything, those that wait would see it fail for ever.
+        for request in self._requests if lost or not there else there:
+            if request.finish_reason is None:
+                interrupted = EngineError("A step was interrupted, and this request is lost with it.")
+                request.error = error if isinstance(error, Exception) else interrupted
                 request.finish("abort")
+        for request in self._requests:
             request.row = request.held = request.moved = None
         self.scheduler.reset(self._executor.new_book())
         self._sampled_in.clear()

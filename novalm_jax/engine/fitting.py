@@ -344,12 +344,12 @@ def _kv_memory(options: EngineOptions, budgets: Budgets) -> int:
 
 
 def _kv_on_host(sizes: Sizes, budgets: Budgets, found: Fit) -> int:
-    """Bytes of host memory for pages of requests that have to wait: for all but one of those that run together, at most
-    a part of what there is; none where all have room on the device."""
+    """Bytes of host memory for pages of requests that have to wait: as many as run together, at most a part of what
+    there is. Where experts need that memory, none if all requests have room on the device."""
     context, rows = found.context_length, sizes.rows
-    if found.pages >= rows * blocks(context):
+    if not found.resident and found.pages >= rows * blocks(context):
         return 0
-    return min((rows - 1) * sizes.kv_bytes(context, blocks(context)), int(KV_HOST_SHARE * budgets.host))
+    return min(rows * sizes.kv_bytes(context, blocks(context)), int(KV_HOST_SHARE * budgets.host))
 
 
 def _host_slots(sizes: Sizes, room: int) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 from novalm_jax.errors import OptionError
-from novalm_jax.options.checks import Dtype, PolicyName, as_path, check_dtype, one_of, positive, shown, size_of
+from novalm_jax.options.checks import Dtype, PolicyName, as_path, as_real, check_dtype, one_of, positive, shown, size_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class EngineOptions:
     kv_memory: str | int = "auto"
     """Of device memory, what pages of the KV cache take at most; auto: what requests can use, beside the weights. Where
     it is short, requests wait on the host."""
+    prefill_seconds: float = 0.1
+    """Seconds that requests wait for the prompts of others between two tokens at most, and for the layer that those
+    are in."""
     prefix_cache: bool = True
     """Whether prompts that begin alike share pages, which stay until others are needed."""
     dense_weights: Literal["auto", "device", "stream"] = "auto"
@@ -74,6 +78,9 @@ class EngineOptions:
         if len(set(written.values())) < len(written):
             raise OptionError(f"{' and '.join(written)} are to write the same file; give each a file of its own.")
         positive("max_batch", self.max_batch)
+        seconds = as_real(self.prefill_seconds)
+        if seconds is None or not 0 <= seconds < math.inf:
+            raise OptionError(f"prefill_seconds: expected a number of at least 0, got {shown(self.prefill_seconds)}.")
         context = self.context_length
         if isinstance(context, str) and context != "auto":
             # Python refuses to read numbers of thousands of digits.
