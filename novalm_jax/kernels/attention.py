@@ -106,6 +106,7 @@ def paged(
     values: jax.Array,
     tables: jax.Array,
     starts: jax.Array,
+    ends: jax.Array,
     rule: Rule,
     sinks: jax.Array | None,
 ) -> jax.Array:
@@ -116,6 +117,7 @@ def paged(
       keys, values: `[p, g, page, c]` and `[p, g, page, c']`, in q's dtype or its storage form.
       tables: int32 `[b, n]`, which page holds each block of positions of each row of q.
       starts: int32 `[b]`; negative for a row that is to see nothing (its result is zeros).
+      ends: int32 `[b]`, position after the last new token of each row: what follows is padding, which sees nothing.
       rule, sinks: as for `reference`.
 
     Returns:
@@ -126,7 +128,7 @@ def paged(
         k, v = (read_page(pages, table[number], q.dtype) for pages in (keys, values))
         return k, v
 
-    return walk(q, read, keys.shape[1], values.shape[-1], tables, starts, rule, sinks, keys.shape[2])
+    return walk(q, read, keys.shape[1], values.shape[-1], tables, starts, ends, rule, sinks, keys.shape[2])
 
 
 def walk(
@@ -136,6 +138,7 @@ def walk(
     value_dim: int,
     tables: jax.Array,
     starts: jax.Array,
+    ends: jax.Array,
     rule: Rule,
     sinks: jax.Array | None,
     block: int,
@@ -155,8 +158,9 @@ def walk(
         top, total = jnp.broadcast_to(sink, (g, h // g, t)).reshape(g, m, 1), zeros + 1.0
     empty = (top, total, jnp.zeros((g, m, value_dim), jnp.float32))
 
-    def one_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        queries, table, start = row
+    def one_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        queries, table, start, end = row
+        end = jnp.where(start < 0, start, jnp.minimum(start + t, end))
         queries = queries.reshape(t, g, h // g, c).transpose(1, 2, 0, 3).reshape(g, m, c)
         at = jnp.tile(start + position, h // g)
 
@@ -164,22 +168,23 @@ def walk(
             top, total, mixed = carry
             k, v = read(table, i)
             key_at = i * block + jnp.arange(block, dtype=jnp.int32)
-            seen = _visible(at[None, :, None], key_at[None, None, :], rule)
+            # Padding would see positions that were never written.
+            seen = _visible(at[None, :, None], key_at[None, None, :], rule) & (at < end)[None, :, None]
             scores = jnp.where(seen, einsum("gmc,gsc->gms", queries, k) * rule.scale, _NEVER)
             new_top = jnp.maximum(top, scores.max(axis=-1, keepdims=True))
             weights = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
             fade = jnp.exp(top - new_top)
-            # Nothing times NaN is NaN: what an earlier user of the row left behind must not count even once.
+            # Nothing times NaN is NaN: what an earlier user of the page left behind must not count even once.
             v = jnp.where(seen.any(axis=1)[:, :, None], v.astype(jnp.float32), 0.0)
             mixed = mixed * fade + einsum("gms,gsc->gmc", weights, v)
             return new_top, total * fade + weights.sum(axis=-1, keepdims=True), mixed
 
-        last = jnp.where(start < 0, 0, -(-(start + t) // block))
+        last = jnp.where(end <= start, 0, -(-end // block))
         _, total, mixed = lax.fori_loop(_first_seen(start, rule) // block, last, see_block, empty)
         out = mixed / jnp.where(total > 0, total, 1.0)
         return out.reshape(g, h // g, t, value_dim).transpose(2, 0, 1, 3).reshape(t, h, value_dim).astype(q.dtype)
 
-    return lax.map(one_row, (q, tables, starts))
+    return lax.map(one_row, (q, tables, starts, ends))
 
 
 def read_page(pages: jax.Array, page: jax.Array, dtype: jnp.dtype) -> jax.Array:

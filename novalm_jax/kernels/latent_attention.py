@@ -41,20 +41,24 @@ def reference(q: jax.Array, latents: jax.Array, up: Up, rule: Rule) -> jax.Array
     return attention.reference(q, keys.transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3), rule)
 
 
-def expanded(q: jax.Array, latents: jax.Array, up: Up, tables: jax.Array, starts: jax.Array, rule: Rule) -> jax.Array:
+def expanded(
+    q: jax.Array, latents: jax.Array, up: Up, tables: jax.Array, starts: jax.Array, ends: jax.Array, rule: Rule
+) -> jax.Array:
     """Attention of new tokens to pages of latents `[p, 1, page, l + r]`: keys and values of one page at a time.
 
-    As `attention.paged`: q `[b, t, h, n + r]` in, `[b, t, h, c]` out, `tables` int32 `[b, n]` and `starts` `[b]`.
+    As `attention.paged`: q `[b, t, h, n + r]` in, `[b, t, h, c]` out, int32 `tables [b, n]`, `starts` and `ends [b]`.
     """
 
     def read(table: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
         return expand(read_page(latents, table[number], q.dtype)[0], up)
 
     heads, value_dim, _ = up.values.shape
-    return attention.walk(q, read, heads, value_dim, tables, starts, rule, None, latents.shape[2])
+    return attention.walk(q, read, heads, value_dim, tables, starts, ends, rule, None, latents.shape[2])
 
 
-def absorbed(q: jax.Array, latents: jax.Array, up: Up, tables: jax.Array, starts: jax.Array, rule: Rule) -> jax.Array:
+def absorbed(
+    q: jax.Array, latents: jax.Array, up: Up, tables: jax.Array, starts: jax.Array, ends: jax.Array, rule: Rule
+) -> jax.Array:
     """As `expanded`, with the projections moved to the queries and to the result."""
     nope, rank = up.keys.shape[1:]
 
@@ -64,7 +68,7 @@ def absorbed(q: jax.Array, latents: jax.Array, up: Up, tables: jax.Array, starts
 
     inner = _by_head("hmn,hnl->hml", q[..., :nope], up.keys)
     queries = jnp.concatenate([inner, q[..., nope:]], axis=-1)
-    mixed = attention.walk(queries, read, 1, rank, tables, starts, rule, None, latents.shape[2])
+    mixed = attention.walk(queries, read, 1, rank, tables, starts, ends, rule, None, latents.shape[2])
     return _by_head("hml,hcl->hmc", mixed, up.values)
 
 

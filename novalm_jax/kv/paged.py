@@ -86,7 +86,8 @@ class PagedView(NamedTuple):
       tables: int32 `[b, n]`, the page of each block of positions of each sequence. What has none is never read; what
         is one past the last page is never written.
       starts: int32 `[b]`, position of each sequence's first new token; negative for none.
-      ends: int32 `[b]`, position after its last new token that is not padding: what follows is not kept.
+      ends: int32 `[b]`, position after its last new token that is not padding: what follows sees nothing and is not
+        kept.
     """
 
     pages: LayerPages
@@ -100,7 +101,7 @@ class PagedView(NamedTuple):
         """Writes the new keys and values `[b, t, g, c]`, then attends q `[b, t, h, c]` to everything before."""
         assert self.pages.values is not None
         keys, values = self._written(self.pages.keys, k), self._written(self.pages.values, v)
-        out = kernel.paged(q, keys, values, self.tables, self.starts, rule, sinks)
+        out = kernel.paged(q, keys, values, self.tables, self.starts, self.ends, rule, sinks)
         return out, self._replace(pages=LayerPages(keys, values))
 
     def attend_latent(self, q: jax.Array, latents: jax.Array, up: Up, rule: Rule) -> tuple[jax.Array, PagedView]:
@@ -110,7 +111,7 @@ class PagedView(NamedTuple):
         """
         stored = self._written(self.pages.keys, latents[:, :, None])
         form = latent_attention.absorbed if q.shape[1] == 1 else latent_attention.expanded
-        out = form(q, stored, up, self.tables, self.starts, rule)
+        out = form(q, stored, up, self.tables, self.starts, self.ends, rule)
         return out, self._replace(pages=LayerPages(stored, None))
 
     def _written(self, stored: jax.Array, new: jax.Array) -> jax.Array:

@@ -1,4 +1,5 @@
-"""What tests of a decoder's parts share: random arrays and parameters, plain float64 numpy, a check on row counts."""
+"""What tests of a decoder's parts share: random arrays and parameters, plain float64 numpy, checks on row counts and on
+how prompts are cut."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -9,7 +10,9 @@ import numpy as np
 from flax import nnx
 
 from novalm_jax.compat import compile_program
-from novalm_jax.engine.functions import DECODE_ROWS
+from novalm_jax.engine.functions import DECODE_ROWS, PREFILL_ROWS
+from novalm_jax.kv.paged import LayerPages
+from novalm_jax.kv.pages import blocks
 from novalm_jax.models.params import parameters_of
 
 Module = TypeVar("Module", bound=nnx.Module)
@@ -101,3 +104,49 @@ def rows_do_not_depend_on_company(
         arguments = arguments_of(rows)
         found.append(np.asarray(compile_program(function, arguments)(*arguments))[: DECODE_ROWS[0]])
     return all(same_bits(found[0], more) for more in found)
+
+
+def unwritten(pages: LayerPages) -> LayerPages:
+    """Pages of these shapes that nobody has written: NaN, which must not count."""
+    return jax.tree.map(lambda a: jnp.full(a.shape, 0x7FC0 if a.dtype == jnp.uint16 else jnp.nan, a.dtype), pages)
+
+
+def same_bits_however_cut(
+    step: Callable[..., tuple[jax.Array, LayerPages]], pages: LayerPages, new: Sequence[jax.Array]
+) -> bool:
+    """Whether each token of a prompt gets the same bits in chunks of every size that prefill is compiled for, and where
+    what comes before it was computed earlier, as after a hit in the prefix index.
+
+    `step(pages, *new, tables, starts, ends)` gives a result `[1, t, ...]` and pages; `new` are `[1, s, ...]`.
+    """
+    tokens, count = new[0].shape[1], len(pages.keys)
+    ints, table = jax.ShapeDtypeStruct((1,), jnp.int32), np.random.default_rng(0).permutation(count).astype(np.int32)
+    table[blocks(tokens) :] = count
+    programs = {
+        size: compile_program(
+            step,
+            (pages, *(jax.ShapeDtypeStruct((1, size, *a.shape[2:]), a.dtype) for a in new), table[None], ints, ints),
+        )
+        for size in PREFILL_ROWS
+    }
+
+    def prefilled(begin: int, end: int, most: int, pages: LayerPages) -> tuple[list[np.ndarray], LayerPages]:
+        parts = []
+        for start in range(begin, end, most):
+            stop = min(start + most, end)
+            size = next(size for size in PREFILL_ROWS if size >= stop - start)
+            padding = ((0, 0), (0, size - (stop - start)))
+            chunk = (np.pad(np.asarray(a)[:, start:stop], (*padding, *[(0, 0)] * (a.ndim - 2))) for a in new)
+            where = table[None], np.array([start], np.int32), np.array([stop], np.int32)
+            out, pages = programs[size](pages, *chunk, *where)
+            parts.append(np.asarray(out)[0, : stop - start])
+        return parts, pages
+
+    most = PREFILL_ROWS[-1]
+    whole = np.concatenate(prefilled(0, tokens, most, unwritten(pages))[0])
+    for begin, size in ((0, 64), (1, most), (37, 64), (64, most), (192, 64), (most - 1, 64), (tokens - 1, 64)):
+        before, held = prefilled(0, begin, most, unwritten(pages))
+        after, _ = prefilled(begin, tokens, size, held)
+        if not same_bits(np.concatenate(before + after), whole):
+            return False
+    return True

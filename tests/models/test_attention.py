@@ -1,6 +1,6 @@
-"""Attention, plain and cached, against float64 numpy, and what it promises about bits and memory."""
+"""Attention, plain and over pages, against float64 numpy, and what it promises about bits and memory."""
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -12,8 +12,9 @@ from novalm_jax.compat import compile_program
 from novalm_jax.config import AttentionConfig, RopeConfig
 from novalm_jax.kernels import attention
 from novalm_jax.kernels.attention import Rule
-from novalm_jax.kv.static import CacheView, LayerCache, cache_shape
-from parts_helpers import attended, random, same_bits, wide
+from novalm_jax.kv.paged import LayerPages, PagedView, page_shape
+from novalm_jax.kv.pages import PAGE, Reach
+from parts_helpers import attended, random, same_bits, same_bits_however_cut, wide
 
 RULES = {
     "everything": Rule(0.3),
@@ -90,40 +91,76 @@ def test_blocked_attention_leaves_out_what_is_not_seen(rule: str, part: float) -
 
 
 S, BLOCK = 32, 8
-"""Positions in a cache of these tests, and how many of them attention takes at a time."""
+"""Positions of a sequence in these tests, and of a page."""
 
 
-class Cached:
-    """Random sequences in a cache whose every other position is NaN."""
+class Paged:
+    """Random sequences in pages that lie in any order. What nobody has written is NaN, in pages of nobody too.
 
-    def __init__(self, starts: list[int], t: int, h: int, g: int, dtype: Any = jnp.float32, *, rows: int = 5):
-        self.starts, self.t, self.dtype = starts, t, dtype
-        self.rows = list(np.random.default_rng(7).permutation(rows)[: len(starts)])
+    Of t new tokens `real` ones are not padding.
+    """
+
+    def __init__(
+        self,
+        starts: list[int],
+        t: int,
+        h: int,
+        g: int,
+        dtype: Any = jnp.float32,
+        *,
+        real: int | None = None,
+        width: int = S // BLOCK,
+        order: int = 7,
+    ):
+        self.starts, self.real, self.dtype = starts, t if real is None else real, dtype
+        self.ends = [start + self.real if start >= 0 else 0 for start in starts]
         self.q = random(len(starts), t, h, 8, seed=3, dtype=dtype)
         self.k, self.v = (random(len(starts), S, g, 8, seed=seed, dtype=dtype) for seed in (4, 5))
-        self.keys, self.values = self._stored(self.k, rows), self._stored(self.v, rows)
+        self.count = len(starts) * S // BLOCK + 3
+        self.tables = np.full((len(starts), width), self.count, np.int32)
+        pages = iter(np.random.default_rng(order).permutation(self.count))
+        for table, end in zip(self.tables, self.ends, strict=True):
+            table[: -(-end // BLOCK)] = [next(pages) for _ in range(0, end, BLOCK)]
+        self.keys, self.values = self._stored(self.k), self._stored(self.v)
 
-    def _stored(self, new: jax.Array, rows: int) -> jax.Array:
-        cache = np.full((rows, new.shape[2], S, 8), np.nan, np.asarray(new).dtype)
-        for row, start, sequence in zip(self.rows, self.starts, np.asarray(new), strict=True):
-            cache[row, :, : max(start, 0) + self.t] = sequence.swapaxes(0, 1)[:, : max(start, 0) + self.t]
-        return jnp.asarray(cache if self.dtype == jnp.float32 else cache.view(np.uint16))
+    def _stored(self, new: jax.Array) -> jax.Array:
+        pages = np.full((self.count, new.shape[2], BLOCK, 8), np.nan, np.asarray(new).dtype)
+        for table, end, sequence in zip(self.tables, self.ends, np.asarray(new), strict=True):
+            for at in range(end):
+                pages[table[at // BLOCK], :, at % BLOCK] = sequence[at]
+        return jnp.asarray(pages if self.dtype == jnp.float32 else pages.view(np.uint16))
+
+    def arguments(self, rule: str, which: list[int] | None = None) -> tuple[Any, ...]:
+        """Of some rows, which have let go of the pages that they see no more."""
+        which = list(range(len(self.starts))) if which is None else which
+        starts, ends, tables = (
+            np.array(all_rows, np.int32)[which] for all_rows in (self.starts, self.ends, self.tables)
+        )
+        for table, start in zip(tables, starts, strict=True):
+            table[: Reach(RULES[rule].window, RULES[rule].chunk).first(int(start)) // BLOCK] = self.count
+        return np.asarray(self.q)[which], self.keys, self.values, tables, starts, ends
 
     def attend(self, rule: str, which: list[int] | None = None, sinks: Any = None) -> np.ndarray:
-        which = list(range(len(self.starts))) if which is None else which
-        rows, starts = np.array(self.rows, np.int32)[which], np.array(self.starts, np.int32)[which]
-        q = self.q[np.array(which)]
-        return np.asarray(attend(q, self.keys, self.values, jnp.asarray(rows), jnp.asarray(starts), RULES[rule], sinks))
+        arguments = (*self.arguments(rule, which), sinks)
+        shapes = [None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments]
+        return np.asarray(compiled(rule, *shapes)(*arguments))
 
     def expected(self, row: int, rule: str, sinks: Any = None) -> np.ndarray:
-        if self.starts[row] < 0:
-            return np.zeros(self.q.shape[1:])
-        return plain(self.q[row], self.k[row], self.v[row], self.starts[row], RULES[rule], sinks)
+        """Zeros for padding, and for a row without tokens."""
+        out = np.zeros(self.q.shape[1:])
+        if self.starts[row] >= 0:
+            q = self.q[row, : self.real]
+            out[: self.real] = plain(q, self.k[row], self.v[row], self.starts[row], RULES[rule], sinks)
+        return out
 
 
-@partial(jax.jit, static_argnames="rule")
-def attend(q: Any, keys: Any, values: Any, rows: Any, starts: Any, rule: Rule, sinks: Any = None) -> jax.Array:
-    return attention.cached(q, keys, values, rows, starts, rule, sinks, BLOCK)
+@lru_cache(4)
+def compiled(rule: str, *shapes: Any) -> jax.stages.Compiled:
+    def attend(*given: Any) -> jax.Array:
+        *most, sinks = given
+        return attention.paged(*most, RULES[rule], sinks)
+
+    return compile_program(attend, shapes)
 
 
 @pytest.mark.parametrize(("t", "starts"), [(1, [0, 7, 8, 9, 31]), (3, [0, 5, 6, 16, 29]), (17, [0, 3, 15])])
@@ -136,37 +173,58 @@ def attend(q: Any, keys: Any, values: Any, rows: Any, starts: Any, rule: Rule, s
         ("multi-head", "chunk 12", False),
     ],
 )
-def test_cached_attention_sees_its_own_past_and_nothing_else(
+def test_attention_over_pages_sees_its_own_past_and_nothing_else(
     heads: str, rule: str, sunk: bool, t: int, starts: list[int]
 ) -> None:
-    """Starts lie on and around borders of blocks and chunks; rows are shuffled; the rest of the cache is NaN."""
-    case = Cached(starts, t, *HEADS[heads])
+    """Starts lie on and around borders of pages and chunks."""
+    case = Paged(starts, t, *HEADS[heads])
     sinks = some_sinks(HEADS[heads][0]) if sunk else None
     out = case.attend(rule, sinks=sinks)
     for row in range(len(starts)):
         np.testing.assert_allclose(out[row], case.expected(row, rule, sinks), atol=3e-6)
 
 
+@pytest.mark.parametrize(("rule", "sunk"), [("everything", False), ("window 5", True), ("chunk 12", False)])
+@pytest.mark.parametrize("real", [1, 5])
+def test_padding_sees_nothing_and_nobody_sees_what_its_positions_hold(real: int, rule: str, sunk: bool) -> None:
+    """Padding would see positions that nobody has written, beyond the table at last; what it gave would not matter,
+    but what it saw is multiplied by zero for all others."""
+    case, sinks = Paged([0, 3, 22, 26], 17, 6, 2, real=real), some_sinks(6) if sunk else None
+    out = case.attend(rule, sinks=sinks)
+    assert not out[:, real:].any()
+    for row in range(4):
+        np.testing.assert_allclose(out[row], case.expected(row, rule, sinks), atol=3e-6)
+
+
 @pytest.mark.parametrize(
-    ("rule", "expected"),
-    [("everything", [0, 1, 2]), ("window 5", [2]), ("chunk 12", [1, 2]), ("window 9 in chunk 12", [1, 2])],
+    ("rule", "start", "end", "expected"),
+    [
+        ("everything", 21, 24, [0, 1, 2]),
+        ("everything", 21, 22, [0, 1, 2]),
+        ("window 5", 21, 24, [2]),
+        ("chunk 12", 21, 24, [1, 2]),
+        ("window 9 in chunk 12", 21, 24, [1, 2]),
+        ("everything", 21, 21, []),
+        ("everything", -1, 24, []),
+    ],
 )
-def test_blocks_that_nobody_sees_are_not_read(rule: str, expected: list[int]) -> None:
-    """A cached step costs what it sees. Queries stand at 21 to 23."""
+def test_pages_that_nobody_sees_are_not_read(rule: str, start: int, end: int, expected: list[int]) -> None:
+    """A step costs what it sees. There are 8 queries; those from `end` on are padding, and a row without a start is
+    idle."""
     numbers = []
 
-    def read(row: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        numbers.append(int(number))
+    def read(table: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        numbers.append(int(table[number]))
         return jnp.ones((1, BLOCK, 8)), jnp.ones((1, BLOCK, 8))
 
-    start = jnp.asarray([21], jnp.int32)
+    table, starts, ends = (jnp.asarray([numbers], jnp.int32) for numbers in ([9, 7, 8, 6], start, end))
     with jax.disable_jit():
-        attention.walk(random(1, 3, 2, 8), read, 1, 8, jnp.zeros(1, jnp.int32), start, RULES[rule], None, BLOCK)
-    assert numbers == expected
+        attention.walk(random(1, 8, 2, 8), read, 1, 8, table, starts, ends, RULES[rule], None, BLOCK)
+    assert numbers == [[9, 7, 8, 6][block] for block in expected]
 
 
-def test_cached_attention_equals_the_reference_on_a_whole_sequence() -> None:
-    case, rule, sinks = Cached([0, 0], S, 6, 2), "chunk 12", some_sinks(6)
+def test_attention_over_pages_equals_the_reference_on_a_whole_sequence() -> None:
+    case, rule, sinks = Paged([0, 0], S, 6, 2), "chunk 12", some_sinks(6)
     expected = attention.reference(case.q, case.k, case.v, RULES[rule], sinks)
     np.testing.assert_allclose(case.attend(rule, sinks=sinks), expected, atol=3e-6)
 
@@ -174,45 +232,94 @@ def test_cached_attention_equals_the_reference_on_a_whole_sequence() -> None:
 @pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("rule", ["everything", "window 5", "chunk 12"])
 def test_idle_rows_give_zeros(rule: str, sunk: bool) -> None:
-    case, sinks = Cached([-1, 12, -1], 1, 4, 4), some_sinks(4) if sunk else None
+    case, sinks = Paged([-1, 12, -1], 1, 4, 4), some_sinks(4) if sunk else None
     out = case.attend(rule, sinks=sinks)
     assert np.array_equal(out[[0, 2]], np.zeros_like(out[[0, 2]]))
     np.testing.assert_allclose(out[1], case.expected(1, rule, sinks), atol=3e-6)
 
 
-def test_cached_attention_reads_bfloat16_in_storage_form() -> None:
-    case = Cached([3, 20], 2, 6, 2, jnp.bfloat16)
+def test_rows_may_share_pages() -> None:
+    """Two sequences begin alike, and the second one's own page of that is NaN."""
+    case = Paged([15, 20], 2, 6, 2)
+    q, keys, values, tables, starts, ends = case.arguments("everything")
+    keys, values = (pages.at[tables[1, 0]].set(jnp.nan) for pages in (keys, values))
+    tables[1, 0] = tables[0, 0]
+    case.k, case.v = (both.at[1, :BLOCK].set(both[0, :BLOCK]) for both in (case.k, case.v))
+    out = attention.paged(q, keys, values, tables, starts, ends, RULES["everything"], None)
+    for row in range(2):
+        np.testing.assert_allclose(out[row], case.expected(row, "everything"), atol=3e-6)
+
+
+def test_attention_reads_bfloat16_pages_in_storage_form() -> None:
+    case = Paged([3, 20], 2, 6, 2, jnp.bfloat16)
     assert case.keys.dtype == jnp.uint16
     rule, sinks = "chunk 12", some_sinks(6, jnp.bfloat16)
     out = case.attend(rule, sinks=sinks)
     assert out.dtype == jnp.bfloat16
     for row in range(2):
         np.testing.assert_allclose(wide(out[row]), case.expected(row, rule, sinks), atol=0.02)
-    view = case.keys.view(jnp.bfloat16), case.values.view(jnp.bfloat16)
-    rows, starts = (jnp.asarray(numbers, jnp.int32) for numbers in (case.rows, case.starts))
-    assert same_bits(out, attend(case.q, *view, rows, starts, RULES[rule], sinks))
+    case.keys, case.values = case.keys.view(jnp.bfloat16), case.values.view(jnp.bfloat16)
+    assert same_bits(out, case.attend(rule, sinks=sinks))
+
+
+# --- bits ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", ["everything", "chunk 12"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_row_of_cached_attention_does_not_depend_on_its_neighbours(dtype: Any, rule: str) -> None:
-    case, sinks = Cached([9, 30, 0, 17], 1, 6, 2, dtype), some_sinks(6, dtype)
+def test_a_row_does_not_depend_on_its_neighbours(dtype: Any, rule: str) -> None:
+    case, sinks = Paged([9, 30, 0, 17], 1, 6, 2, dtype), some_sinks(6, dtype)
     together = case.attend(rule, sinks=sinks)
     for which in ([0, 1], [1, 0], [3, 2, 1, 0], [2, 3]):
         assert same_bits(case.attend(rule, which, sinks), together[np.array(which)])
 
 
-def test_a_decode_step_writes_its_cache_in_place() -> None:
-    heads = AttentionConfig(8, 2, 64, 0.1, RopeConfig(1e4), 64)
-    cache = cache_shape(heads, 4, 1024, np.dtype(jnp.bfloat16))
-    q, kv = (jax.ShapeDtypeStruct((4, 1, n, 64), jnp.bfloat16) for n in (8, 2))
-    ints = jax.ShapeDtypeStruct((4,), jnp.int32)
+@pytest.mark.parametrize(("rule", "t"), [("everything", 1), ("window 9 in chunk 12", 3)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_does_not_depend_on_the_order_of_pages_or_the_width_of_tables(dtype: Any, rule: str, t: int) -> None:
+    starts, sinks = [9, 29, 0, 17], some_sinks(6, dtype)
+    first = Paged(starts, t, 6, 2, dtype)
+    out = first.attend(rule, sinks=sinks)
+    for order, width in ((1, 4), (2, 4), (3, 64)):
+        other = Paged(starts, t, 6, 2, dtype, order=order, width=width)
+        assert not np.array_equal(first.tables, other.tables[:, :4])
+        assert same_bits(other.attend(rule, sinks=sinks), out)
 
-    def step(cache: LayerCache, q: Any, k: Any, v: Any, rows: Any, starts: Any) -> Any:
-        out, view = CacheView(cache, rows, starts, 128).attend(q, k, v, Rule(0.1), None)
-        return out, view.cache
 
-    analysis: Any = compile_program(step, (cache, q, kv, kv, ints, ints), donate=(0,)).memory_analysis()
-    cache_bytes = 2 * 4 * 2 * 1024 * 64 * 2
-    assert analysis.alias_size_in_bytes == cache_bytes
-    assert analysis.temp_size_in_bytes < cache_bytes / 4
+@pytest.mark.parametrize("rule", [Rule(0.3), Rule(0.3, 100, 192)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_tokens_of_a_prompt_do_not_depend_on_how_it_is_cut(dtype: Any, rule: Rule) -> None:
+    sinks = None if rule.window is None else some_sinks(6, dtype)
+
+    def step(pages: LayerPages, q: Any, k: Any, v: Any, *where: Any) -> tuple[jax.Array, LayerPages]:
+        out, view = PagedView(pages, *where).attend(q, k, v, rule, sinks)
+        return out, view.pages
+
+    new = [random(1, 600, n, 16, seed=seed, dtype=dtype) for seed, n in enumerate((6, 2, 2))]
+    pages = page_shape(AttentionConfig(6, 2, 16, 0.3, None, 0), 12, np.dtype(dtype))
+    assert same_bits_however_cut(step, pages, new)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(8, 1), (1, 64)], ids=["decode", "prefill"])
+def test_a_step_writes_pages_in_place_and_takes_no_memory_for_what_they_hold(rows: int, tokens: int) -> None:
+    """However many pages there are, and however wide tables are."""
+    heads, temporaries = AttentionConfig(8, 2, 64, 0.1, RopeConfig(1e4), 64), []
+    q, kv = (jax.ShapeDtypeStruct((rows, tokens, n, 64), jnp.bfloat16) for n in (8, 2))
+    ints, page_bytes = jax.ShapeDtypeStruct((rows,), jnp.int32), 2 * PAGE * 64 * 2
+
+    def step(pages: LayerPages, q: Any, k: Any, v: Any, *where: Any) -> tuple[jax.Array, LayerPages]:
+        out, view = PagedView(pages, *where).attend(q, k, v, Rule(0.1), None)
+        return out, view.pages
+
+    for width in (8, 64):
+        pages = page_shape(heads, 8 * width, np.dtype(jnp.bfloat16))
+        tables = jax.ShapeDtypeStruct((rows, width), jnp.int32)
+        analysis: Any = compile_program(step, (pages, q, kv, kv, tables, ints, ints), donate=(0,)).memory_analysis()
+        assert analysis.alias_size_in_bytes == 2 * 8 * width * page_bytes
+        temporaries.append(analysis.temp_size_in_bytes)
+    assert temporaries[1] - temporaries[0] < page_bytes
+    if tokens == 1:
+        assert temporaries[1] < 4 * page_bytes

@@ -1,4 +1,4 @@
-"""The attention module against float64 numpy: norms, rotation, temperature, sinks; its promise on row counts."""
+"""The attention module against float64 numpy: norms, rotation, temperature, sinks; its promises on bits."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from novalm_jax.config import AttentionConfig, RopeConfig, TemperatureConfig
-from novalm_jax.kv.static import CacheView, LayerCache, cache_shape
+from novalm_jax.kv.paged import LayerPages, PagedView, page_shape
+from novalm_jax.kv.pages import PAGE
 from novalm_jax.models.attention import Attention, Positions, Uncached, temperature
 from parts_helpers import (
     attended,
@@ -19,6 +20,8 @@ from parts_helpers import (
     random,
     random_module,
     rows_do_not_depend_on_company,
+    same_bits_however_cut,
+    unwritten,
     wide,
 )
 
@@ -81,28 +84,27 @@ def plain_module(x: np.ndarray, values: dict[str, np.ndarray], config: Attention
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_module(name: str) -> None:
-    """Without a cache, and with one: a prefill, then step by step."""
+    """Without pages, and with them: a prefill, then step by step into another page."""
     config = CONFIGS[name]
     module, values = random_module(lambda rngs: Attention(12, config, EPS, dtype=jnp.float32, rngs=rngs))
-    x = random(1, 11, 12)
+    x = random(1, 67, 12)
     expected = plain_module(wide(x)[0], values, config)
-    at = Positions(jnp.arange(11)[None], jnp.full((1,), 11))
+    at = Positions(jnp.arange(67)[None], jnp.full((1,), 67))
     uncached = jax.jit(lambda x: module(x, at, Uncached())[0])
     np.testing.assert_allclose(uncached(x)[0], expected, atol=3e-6)
     if name not in ("plain", "biases"):
         assert np.abs(plain_module(wide(x)[0], values, BASE) - expected).max() > 1e-3, "it makes no difference here"
 
     @jax.jit
-    def run(cache: LayerCache, x: jax.Array, start: jax.Array) -> tuple[jax.Array, LayerCache]:
+    def run(pages: LayerPages, x: jax.Array, start: jax.Array) -> tuple[jax.Array, LayerPages]:
         positions = start + jnp.arange(x.shape[1], dtype=jnp.int32)
         at = Positions(positions[None], positions[-1:] + 1)
-        out, view = module(x, at, CacheView(cache, jnp.zeros(1, jnp.int32), start[None], 4))
-        return out, view.cache
+        out, view = module(x, at, PagedView(pages, jnp.asarray([[2, 0]], jnp.int32), start[None], at.length))
+        return out, view.pages
 
-    cache = jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan), cache_shape(config, 1, 16, np.dtype(np.float32)))
-    parts = []
-    for start, end in ((0, 6), *((i, i + 1) for i in range(6, 11))):
-        out, cache = run(cache, x[:, start:end], jnp.int32(start))
+    pages, parts = unwritten(page_shape(config, 3, np.dtype(np.float32))), []
+    for start, end in ((0, 61), *((i, i + 1) for i in range(61, 67))):
+        out, pages = run(pages, x[:, start:end], jnp.int32(start))
         parts.append(out[0])
     np.testing.assert_allclose(np.concatenate(parts), expected, atol=3e-6)
 
@@ -114,18 +116,35 @@ def test_temperature_grows_by_steps_of_the_floor() -> None:
     assert found.dtype == jnp.float32
 
 
+WIDE: dict[str, Any] = {"num_heads": 8, "head_dim": 64, "rotary_dim": 64, "window": 40, "scale": 0.125}
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("sinks in a window", jnp.bfloat16), ("chunks", jnp.float32)])
 def test_a_row_of_a_decode_step_does_not_depend_on_the_number_of_rows(name: str, dtype: Any) -> None:
     """At widths of real models, with a head's 64 dimensions."""
-    config = dataclasses.replace(CONFIGS[name], num_heads=8, head_dim=64, rotary_dim=64, window=40, scale=0.125)
+    config = dataclasses.replace(CONFIGS[name], **WIDE)
     graph, weights = nnx.split(random_module(lambda rngs: Attention(512, config, 1e-6, dtype=dtype, rngs=rngs))[0])
 
-    def step(weights: Any, cache: LayerCache, x: Any, rows: Any, starts: Any) -> jax.Array:
+    def step(weights: Any, pages: LayerPages, x: Any, tables: Any, starts: Any) -> jax.Array:
         at = Positions(starts[:, None], starts + 1)
-        return nnx.merge(graph, weights)(x, at, CacheView(cache, rows, starts, 32))[0]
+        return nnx.merge(graph, weights)(x, at, PagedView(pages, tables, starts, at.length))[0]
 
-    x, starts = random(32, 1, 512, dtype=dtype), jnp.asarray(np.arange(32) * 17 % 64, jnp.int32)
-    stored = (np.asarray(random(32, G, 64, 64, seed=seed, dtype=dtype)) for seed in (1, 2))
-    cache = LayerCache(*(jnp.asarray(s if dtype == jnp.float32 else s.view(np.uint16)) for s in stored))
-    rows = jnp.arange(32, dtype=jnp.int32)
-    assert rows_do_not_depend_on_company(step, lambda n: (weights, cache, x[:n], rows[:n], starts[:n]))
+    x, starts = random(32, 1, 512, dtype=dtype), jnp.asarray(np.arange(32) * 17 % 128, jnp.int32)
+    stored = (np.asarray(random(64, G, PAGE, 64, seed=seed, dtype=dtype)) for seed in (1, 2))
+    pages = LayerPages(*(jnp.asarray(s if dtype == jnp.float32 else s.view(np.uint16)) for s in stored))
+    tables = jnp.asarray(np.random.default_rng(3).permutation(64).reshape(32, 2), jnp.int32)
+    assert rows_do_not_depend_on_company(step, lambda n: (weights, pages, x[:n], tables[:n], starts[:n]))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("sinks in a window", jnp.bfloat16), ("norm of all heads", jnp.float32)])
+def test_a_token_of_a_prompt_does_not_depend_on_how_it_is_cut(name: str, dtype: Any) -> None:
+    config = dataclasses.replace(CONFIGS[name], **WIDE)
+    module, _ = random_module(lambda rngs: Attention(512, config, 1e-6, dtype=dtype, rngs=rngs))
+
+    def step(pages: LayerPages, x: Any, tables: Any, starts: Any, ends: Any) -> tuple[jax.Array, LayerPages]:
+        at = Positions(starts[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None], ends)
+        out, view = module(x, at, PagedView(pages, tables, starts, ends))
+        return out, view.pages
+
+    pages = page_shape(config, 10, np.dtype(dtype))
+    assert same_bits_however_cut(step, pages, [random(1, 600, 512, dtype=dtype)])

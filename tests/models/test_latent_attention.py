@@ -1,4 +1,4 @@
-"""Latent attention in its forms, and its module, against float64 numpy; promises on the cache, bits and memory."""
+"""Latent attention in its forms, and its module, against float64 numpy; promises on pages, bits and memory."""
 
 from functools import partial
 from typing import Any
@@ -14,7 +14,8 @@ from novalm_jax.config import LatentConfig, RopeConfig
 from novalm_jax.kernels import latent_attention
 from novalm_jax.kernels.attention import Rule
 from novalm_jax.kernels.latent_attention import Up
-from novalm_jax.kv.static import CacheView, LayerCache, cache_shape
+from novalm_jax.kv.paged import LayerPages, PagedView, page_shape
+from novalm_jax.kv.pages import PAGE
 from novalm_jax.models.attention import Positions, Uncached
 from novalm_jax.models.mla import LatentAttention
 from parts_helpers import (
@@ -24,13 +25,16 @@ from parts_helpers import (
     random,
     random_module,
     rows_do_not_depend_on_company,
+    same_bits,
+    same_bits_however_cut,
+    unwritten,
     wide,
 )
 
 H, N, R, L, C = 4, 6, 4, 5, 7
 """Heads, dimensions of a key that are not and that are rotated, rank of the latents, dimensions of a value."""
 
-S, BLOCK, PROMPT = 32, 8, 16
+S, BLOCK, PROMPT, PAGES = 32, 8, 16, 24
 FORMS = {"expanded": latent_attention.expanded, "absorbed": latent_attention.absorbed}
 
 
@@ -48,16 +52,20 @@ def plain_latent(q: Any, latents: Any, up: Up, start: int, scale: float) -> np.n
 
 
 @partial(jax.jit, static_argnames="form")
-def attend(form: str, q: Any, cache: Any, up: Up, rows: Any, starts: Any) -> jax.Array:
-    return FORMS[form](q, cache, up, rows, starts, Rule(0.3), BLOCK)
+def attend(form: str, q: Any, pages: Any, up: Up, tables: Any, starts: Any, ends: Any) -> jax.Array:
+    return FORMS[form](q, pages, up, tables, starts, ends, Rule(0.3))
 
 
-def cache_of(latents: jax.Array, ends: list[int], rows: list[int]) -> np.ndarray:
-    """`[5, 1, S, l + r]`: NaN but for the first latents of each row."""
-    cache = np.full((5, 1, S, L + R), np.nan, np.asarray(latents).dtype)
-    for row, end, sequence in zip(rows, ends, np.asarray(latents), strict=True):
-        cache[row, 0, :end] = sequence[:end]
-    return cache
+def pages_of(latents: jax.Array, ends: Any, width: int = S // BLOCK, order: int = 7) -> tuple[np.ndarray, Any]:
+    """`[PAGES, 1, BLOCK, l + r]`, NaN but for the first latents of each row; and the tables of the rows."""
+    numbers = iter(np.random.default_rng(order).permutation(PAGES))
+    pages = np.full((PAGES, 1, BLOCK, L + R), np.nan, np.asarray(latents).dtype)
+    tables = np.full((len(ends), width), PAGES, np.int32)
+    for table, end, sequence in zip(tables, ends, np.asarray(latents), strict=True):
+        table[: -(-end // BLOCK)] = [next(numbers) for _ in range(0, end, BLOCK)]
+        for at in range(end):
+            pages[table[at // BLOCK], 0, at % BLOCK] = sequence[at]
+    return pages if latents.dtype == jnp.float32 else pages.view(np.uint16), tables
 
 
 def test_reference() -> None:
@@ -70,25 +78,33 @@ def test_reference() -> None:
 @pytest.mark.parametrize("chunk", [1, 3, 16])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_prompt_in_chunks(form: str, chunk: int) -> None:
-    """The first chunk has no earlier keys; the last one is shorter; what is not yet written is NaN."""
+    """The first chunk has no earlier keys; the last one is padded; what is not yet written is NaN."""
     q, latents, up = random(1, PROMPT, H, N + R), random(1, PROMPT, L + R, seed=3), some_up()
-    row, parts = jnp.asarray([3], jnp.int32), []
+    parts = []
     for start in range(0, PROMPT, chunk):
         end = min(start + chunk, PROMPT)
-        cache = jnp.asarray(cache_of(latents, [end], [3]))
-        parts.append(np.asarray(attend(form, q[:, start:end], cache, up, row, jnp.asarray([start], jnp.int32))))
+        pages, tables = pages_of(latents, [end])
+        padded = np.pad(q[:, start:end], ((0, 0), (0, chunk - (end - start)), (0, 0), (0, 0)), constant_values=1)
+        out = np.asarray(attend(form, padded, pages, up, tables, *(np.array([at], np.int32) for at in (start, end))))
+        assert not out[:, end - start :].any()
+        parts.append(out[:, : end - start])
     np.testing.assert_allclose(np.concatenate(parts, 1)[0], plain_latent(q[0], latents[0], up, 0, 0.3), atol=3e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 def test_many_rows(form: str, dtype: Any) -> None:
-    """Around the borders of blocks, with an idle row, in the form that a cache stores."""
-    starts, rows, t = [0, 7, 8, 29, -1], [3, 0, 4, 1, 2], 3
+    """Around the borders of pages, with an idle row, in the form that pages have. Neither the order of pages nor the
+    width of tables makes a difference to a bit."""
+    t, starts = 3, np.array([0, 7, 8, 29, -1], np.int32)
+    ends = np.where(starts < 0, 0, starts + t)
     q, latents = random(5, t, H, N + R, dtype=dtype), random(5, S, L + R, seed=3, dtype=dtype)
-    up, cache = some_up(dtype), cache_of(latents, [max(start, 0) + t for start in starts], rows)
-    stored = jnp.asarray(cache if dtype == jnp.float32 else cache.view(np.uint16))
-    out = attend(form, q, stored, up, jnp.asarray(rows, jnp.int32), jnp.asarray(starts, jnp.int32))
+    up = some_up(dtype)
+    pages, tables = pages_of(latents, ends)
+    out = attend(form, q, pages, up, tables, starts, ends)
+    for order, width in ((1, 4), (2, 64)):
+        pages, tables = pages_of(latents, ends, width, order)
+        assert same_bits(attend(form, q, pages, up, tables, starts, ends), out)
     assert out.dtype == dtype and out.shape == (5, t, H, C)
     assert not wide(out[4]).any()
     for row, start in enumerate(starts[:4]):
@@ -132,40 +148,39 @@ def plain_module(x: np.ndarray, values: dict[str, np.ndarray], config: LatentCon
     ("query_rank", "bias", "pairs"), [(None, False, True), (None, True, False), (9, False, False), (9, True, True)]
 )
 def test_module(query_rank: int | None, bias: bool, pairs: bool) -> None:
-    """Without a cache, and with one: a prefill, another chunk, then step by step."""
+    """Without pages, and with them: a prefill, another chunk, then step by step into another page."""
     config = config_of(query_rank, bias=bias, pairs=pairs)
     module, values = random_module(lambda rngs: LatentAttention(12, config, dtype=jnp.float32, rngs=rngs))
-    x = random(1, 12, 12)
+    x = random(1, 67, 12)
     biases = {"kv_down.bias", "out.bias", *(["q_down.bias"] if query_rank else [])} if bias else set()
     assert {path for path in values if path.endswith("bias")} == biases
     expected = plain_module(wide(x)[0], values, config)
-    at = Positions(jnp.arange(12)[None], jnp.full((1,), 12))
+    at = Positions(jnp.arange(67)[None], jnp.full((1,), 67))
     uncached = jax.jit(lambda x: module(x, at, Uncached())[0])
     np.testing.assert_allclose(uncached(x)[0], expected, atol=3e-6)
 
     @jax.jit
-    def run(cache: LayerCache, x: jax.Array, start: jax.Array) -> tuple[jax.Array, LayerCache]:
+    def run(pages: LayerPages, x: jax.Array, start: jax.Array) -> tuple[jax.Array, LayerPages]:
         positions = start + jnp.arange(x.shape[1], dtype=jnp.int32)
         at = Positions(positions[None], positions[-1:] + 1)
-        out, view = module(x, at, CacheView(cache, jnp.ones(1, jnp.int32), start[None], BLOCK))
-        return out, view.cache
+        out, view = module(x, at, PagedView(pages, jnp.asarray([[2, 0]], jnp.int32), start[None], at.length))
+        return out, view.pages
 
-    cache = jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan), cache_shape(config, 2, S, np.dtype(np.float32)))
-    parts = []
-    for start, end in ((0, 5), (5, 8), *((i, i + 1) for i in range(8, 12))):
-        out, cache = run(cache, x[:, start:end], jnp.int32(start))
+    pages, parts = unwritten(page_shape(config, 3, np.dtype(np.float32))), []
+    for start, end in ((0, 50), (50, 62), *((i, i + 1) for i in range(62, 67))):
+        out, pages = run(pages, x[:, start:end], jnp.int32(start))
         parts.append(out[0])
     np.testing.assert_allclose(np.concatenate(parts), expected, atol=3e-6)
-    assert cache.values is None
-    assert np.isfinite(cache.keys[1, 0, :12]).all()
-    assert np.isnan(cache.keys[0]).all() and np.isnan(cache.keys[1, 0, 12:]).all()
+    assert pages.values is None
+    assert np.isfinite(pages.keys[2]).all() and np.isfinite(pages.keys[0, 0, :3]).all()
+    assert np.isnan(pages.keys[1]).all() and np.isnan(pages.keys[0, 0, 3:]).all()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_cache_holds_the_latent_and_the_shared_key_of_each_token(dtype: Any) -> None:
-    cache = cache_shape(config_of(9), 3, 64, np.dtype(dtype))
-    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)]
-    assert sum(sizes) / (3 * 64) == (L + R) * np.dtype(dtype).itemsize
+def test_a_page_holds_the_latent_and_the_shared_key_of_each_token(dtype: Any) -> None:
+    pages = page_shape(config_of(9), 3, np.dtype(dtype))
+    sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages)]
+    assert sum(sizes) / (3 * PAGE) == (L + R) * np.dtype(dtype).itemsize
 
 
 # --- bits and memory -------------------------------------------------------------------------------------------------
@@ -174,18 +189,18 @@ DEEPSEEK = {"nope_dim": 128, "rope_dim": 64, "value_dim": 128, "kv_rank": 512}
 ODD = {"nope_dim": 20, "rope_dim": 12, "value_dim": 28, "kv_rank": 36}
 
 
-def decode_step(
-    hidden: int, heads: int, query_rank: int | None, dims: dict[str, int], dtype: Any, capacity: int
+def step_of(
+    hidden: int, heads: int, query_rank: int | None, dims: dict[str, int], dtype: Any
 ) -> tuple[Any, Any, LatentConfig]:
-    """A decode step as a function of (weights, cache, x, rows, starts), and its weights."""
+    """A step as a function of (weights, pages, x, tables, starts, ends), and its weights."""
     config = LatentConfig(heads, query_rank, scale=0.07, rope=RopeConfig(1e4, pairs=True), norm_eps=1e-6, **dims)
     module, _ = random_module(lambda rngs: LatentAttention(hidden, config, dtype=dtype, rngs=rngs))
     graph, weights = nnx.split(module)
 
-    def step(weights: Any, cache: LayerCache, x: Any, rows: Any, starts: Any) -> Any:
-        at = Positions(starts[:, None], starts + 1)
-        out, view = nnx.merge(graph, weights)(x, at, CacheView(cache, rows, starts, min(128, capacity)))
-        return out, view.cache
+    def step(weights: Any, pages: LayerPages, x: Any, tables: Any, starts: Any, ends: Any) -> Any:
+        at = Positions(starts[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None], ends)
+        out, view = nnx.merge(graph, weights)(x, at, PagedView(pages, tables, starts, ends))
+        return out, view.pages
 
     return step, weights, config
 
@@ -203,24 +218,38 @@ def test_a_row_of_a_decode_step_does_not_depend_on_the_number_of_rows(
     hidden: int, heads: int, query_rank: int | None, dims: dict[str, int], dtype: Any
 ) -> None:
     """In bfloat16 it must first of all run: XLA's CPU backend has no product of all heads but in one layout."""
-    step, weights, config = decode_step(hidden, heads, query_rank, dims, dtype, 64)
-    x, starts = random(32, 1, hidden, dtype=dtype), jnp.asarray(np.arange(32) * 17 % 64, jnp.int32)
-    latents = np.asarray(random(32, 1, 64, config.kv_rank + config.rope_dim, seed=9, dtype=dtype))
-    cache = LayerCache(jnp.asarray(latents if dtype == jnp.float32 else latents.view(np.uint16)), None)
-    rows = jnp.arange(32, dtype=jnp.int32)
+    step, weights, config = step_of(hidden, heads, query_rank, dims, dtype)
+    x, starts = random(32, 1, hidden, dtype=dtype), jnp.asarray(np.arange(32) * 17 % 128, jnp.int32)
+    latents = np.asarray(random(64, 1, PAGE, config.kv_rank + config.rope_dim, seed=9, dtype=dtype))
+    pages = LayerPages(jnp.asarray(latents if dtype == jnp.float32 else latents.view(np.uint16)), None)
+    tables = jnp.asarray(np.random.default_rng(3).permutation(64).reshape(32, 2), jnp.int32)
     assert rows_do_not_depend_on_company(
-        lambda *arguments: step(*arguments)[0], lambda n: (weights, cache, x[:n], rows[:n], starts[:n])
+        lambda *arguments: step(*arguments)[0],
+        lambda n: (weights, pages, x[:n], tables[:n], starts[:n], starts[:n] + 1),
     )
 
 
-def test_a_decode_step_writes_in_place_and_takes_no_memory_for_the_cache_or_the_weights() -> None:
+@pytest.mark.parametrize(
+    ("heads", "dims", "dtype"),
+    [(4, DEEPSEEK, jnp.bfloat16), (3, ODD, jnp.float32)],
+    ids=["deepseek in bfloat16", "odd"],
+)
+def test_a_token_of_a_prompt_does_not_depend_on_how_it_is_cut(heads: int, dims: dict[str, int], dtype: Any) -> None:
+    step, weights, config = step_of(60, heads, 24, dims, dtype)
+    new = [random(1, 600, 60, dtype=dtype)]
+    assert same_bits_however_cut(partial(step, weights), page_shape(config, 10, np.dtype(dtype)), new)
+
+
+def test_a_decode_step_writes_in_place_and_takes_no_memory_for_the_pages_or_the_weights() -> None:
     temporaries = []
-    for capacity in (1024, 8192):
-        step, weights, config = decode_step(64, 16, None, DEEPSEEK, jnp.bfloat16, capacity)
-        cache = cache_shape(config, 4, capacity, np.dtype(jnp.bfloat16))
+    for width in (16, 128):
+        step, weights, config = step_of(64, 16, None, DEEPSEEK, jnp.bfloat16)
+        pages = page_shape(config, 4 * width, np.dtype(jnp.bfloat16))
         ints, x = jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((4, 1, 64), jnp.bfloat16)
-        analysis: Any = compile_program(step, (weights, cache, x, ints, ints), donate=(1,)).memory_analysis()
-        assert analysis.alias_size_in_bytes == 4 * capacity * (512 + 64) * 2
+        tables = jax.ShapeDtypeStruct((4, width), jnp.int32)
+        arguments = (weights, pages, x, tables, ints, ints)
+        analysis: Any = compile_program(step, arguments, donate=(1,)).memory_analysis()
+        assert analysis.alias_size_in_bytes == 4 * width * PAGE * (512 + 64) * 2
         temporaries.append(analysis.temp_size_in_bytes)
     assert temporaries[0] == temporaries[1]
     # Keys and values take their parts of one matrix, bfloat16 `[16, 256, 512]`, which may be copied but not widened.
