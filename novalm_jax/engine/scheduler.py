@@ -153,6 +153,7 @@ class Scheduler:
             start = request.computed
             end = min(len(request.prompt_ids), start + left * self._limits.chunk)
             if self._grow(request, start, end, requests, [take.request for take in taken]):
+                self.prefix_tokens += 0 if request.passes else start
                 taken.append(Take(request, start, end))
                 request.passes += 1
                 left -= -(-(end - start) // self._limits.chunk)
@@ -261,7 +262,6 @@ class Scheduler:
         )
         if not room and request.held is not None:
             # Nothing is kept for those that wait: they could not be told to leave.
-            self.prefix_tokens -= request.computed
             self.pages.free(request.held)
             request.held, request.computed = None, 0
         return room
@@ -272,7 +272,6 @@ class Scheduler:
             return
         held, found = self.index.find(request.prefix_seed, request.prompt_ids)
         if request.held is None or found > request.computed:
-            self.prefix_tokens += found - request.computed
             if request.held is not None:
                 self.pages.free(request.held)
             request.held, request.computed = held, found
