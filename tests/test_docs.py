@@ -1,5 +1,6 @@
 """Examples in docs/ work: a family, whose table names every family there is, the timeline of a run, and serving."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from novalm_jax import LLM, SamplingParams
+from novalm_jax.bench import main as bench
 from novalm_jax.checkpoint.load import abstract_model
 from novalm_jax.checkpoint.mapping import written_tensors
 from novalm_jax.config import MLPConfig, MoEConfig
@@ -110,3 +112,18 @@ def test_many_requests(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     with LLM(model, max_batch=8) as llm:
         outs = llm.generate(prompts, SamplingParams(max_tokens=20, temperature=0))
     assert capsys.readouterr().out == "\n".join(out.text for out in outs) + "\n"
+
+
+def test_batches_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = str(tiny_checkpoint(tmp_path / "model"))
+    (command,) = re.findall(r"```bash\n(.*?)```", section_of("serving.md", "Pages"), flags=re.DOTALL)
+    arguments = shlex.split(command.replace("path/to/model", model))
+    assert arguments[:3] == ["python", "-m", "novalm_jax.bench"]
+    assert bench([*arguments[3:], "--json"]) == 0
+    alone, together = json.loads(capsys.readouterr().out)["batches"]
+    assert (alone["batch"], together["batch"]) == (1, 4)
+    # Two layers of two experts each for a token; four tokens share some.
+    assert alone["distinct"] == 4 and 4 < together["distinct"] <= 16
+    assert together["bytes_read"] > alone["bytes_read"] > 0 and 0 < alone["bound_share"]
+    assert bench(arguments[3:]) == 0
+    assert "of its bound" in capsys.readouterr().out
