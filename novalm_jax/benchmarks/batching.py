@@ -16,6 +16,7 @@ from novalm_jax.benchmarks.running import FIRST
 from novalm_jax.engine.estimate import record_bytes
 from novalm_jax.engine.forecast import cache_read, dense_read
 from novalm_jax.engine.llm import LLM
+from novalm_jax.errors import OptionError
 from novalm_jax.options import BatchBenchOptions, EngineOptions, SamplingParams
 from novalm_jax.tables import aligned
 from novalm_jax.units import format_size
@@ -102,6 +103,7 @@ def measure_batches(model: str | Path | None, options: BatchBenchOptions, engine
     """Decodes random prompts together, as many as each of the batches says.
 
     Raises:
+      OptionError: the context is too short.
       OptionError, CheckpointError, ConfigError, BudgetError, RequestError: as `LLM`.
     """
     given = asdict(engine) | {"max_batch": max(options.sizes), "prefix_cache": False}
@@ -111,24 +113,27 @@ def measure_batches(model: str | Path | None, options: BatchBenchOptions, engine
 
 
 def _measure(llm: LLM, size: int, options: BatchBenchOptions) -> BatchFigures:
-    vocab, before = llm.config.vocab_size, options.prompt_tokens + FIRST + options.tokens // 2
-    prompts = np.random.default_rng(size).integers(0, vocab, (size, options.prompt_tokens)).tolist()
-    most = FIRST + options.tokens
-    streams = llm.streams(prompts, SamplingParams(temperature=0, max_tokens=most, ignore_eos=True))
+    start, draw = llm.report(), np.random.default_rng(size)
+    prompts = draw.integers(0, llm.config.vocab_size, (size, options.prompt_tokens)).tolist()
+    # Some begin to decode while prompts of others are on their way; all go on until they are closed.
+    streams = llm.streams(prompts, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
     while min(stream.token_count for stream in streams) < FIRST:
         streams[0].advance()
     first, steps = llm.report(), []
-    while max(stream.token_count for stream in streams) < most - 1:
+    before = options.prompt_tokens + (first.generated_tokens - start.generated_tokens) // size
+    for _ in range(options.tokens):
         begin = time.perf_counter()
         streams[0].advance()
         steps.append(time.perf_counter() - begin)
     last = llm.report()
+    if any(stream.ended for stream in streams):
+        raise OptionError("context_length: requests reach it before their steps are measured; give more.")
     for stream in streams:
         stream.close()
     dtype = np.dtype(jnp.dtype(llm.options.dtype))
     record = record_bytes(llm.config, dtype)
     distinct = (last.distinct_experts - first.distinct_experts) / len(steps)
-    cache = size * cache_read(llm.config, dtype, before)
+    cache = size * cache_read(llm.config, dtype, before + options.tokens // 2)
     inside = last.step_seconds - first.step_seconds - (last.compute_seconds - first.compute_seconds)
     return BatchFigures(
         batch=size,

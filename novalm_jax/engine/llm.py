@@ -464,6 +464,11 @@ class TextIterator(Iterator[str]):
         return self._request.completion()
 
     @property
+    def ended(self) -> bool:
+        """Whether nothing more comes."""
+        return self._request.finish_reason is not None
+
+    @property
     def token_count(self) -> int:
         """Tokens generated so far."""
         return len(self._request.token_ids)
