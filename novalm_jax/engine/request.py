@@ -75,7 +75,7 @@ class Request:
     passes: int = 0
     """Through the model, with parts of the prompt."""
     waited: int = 0
-    """Steps for which it had no row."""
+    """Steps for which it had no row, or a prompt that did not go on."""
     used: int = 0
     """The last step that computed something of it."""
     token_ids: list[int] = field(default_factory=list)

@@ -114,28 +114,24 @@ class Scheduler:
     def place(self, requests: Sequence[Request], busy: Collection[Request]) -> None:
         """Gives rows to those that wait, the first in rank first, and pages back to those that were moved out. For one
         of higher priority, others have to leave, but for the `busy` ones."""
-        self._step += 1
         for request in requests:
+            on_its_way = not (request.prompt_done or request.leader is not None)
+            if (request.row is None or on_its_way) and request.used != self._step and request not in busy:
+                request.waited += 1
             if (leader := request.leader) is not None and (leader.finish_reason is not None or leader.token_ids):
                 # It went on, or ended, without this one.
                 request.leader = None
-        rows = set(range(self._limits.rows)) - {one.row for one in requests if one.row is not None}
+        self._step += 1
+        admitted = [one for one in requests if _is_admitted(one)]
         patient = True
         for request in self.in_rank(one for one in requests if one.row is None):
-            request.waited += 1
             if not (patient or request.moved) or (request.leader is not None and request.leader.row is None):
                 continue
-            if self._is_safe(request, requests):
-                while not (rows and self._get_pages(request, requests)):
-                    victim = self._victim(requests, busy, below=request.priority)
-                    row = None if victim is None else victim.row
-                    if victim is None or row is None or not self._move_out(victim, requests):
-                        break
-                    rows.add(row)
-                else:
-                    request.row = rows.pop()
-                    continue
-            patient = patient and request.waited <= PATIENCE
+            if self._make_way(request, admitted, busy):
+                request.row = min(set(range(self._limits.rows)) - {one.row for one in admitted})
+                admitted = [request, *(one for one in admitted if _is_admitted(one) and one is not request)]
+            else:
+                patient = patient and request.waited <= PATIENCE
 
     def next_pass(self, requests: Sequence[Request]) -> list[Take]:
         """Parts of prompts to go through the model together, with pages to write to: those first that had the fewest
@@ -144,17 +140,17 @@ class Scheduler:
         left = self._limits.pass_chunks
         prompts = [one for one in requests if one.row is not None and one.leader is None and not one.prompt_done]
         for request in sorted(prompts, key=lambda one: (-self._urgency(one), one.passes, one.number)):
-            if not left:
-                break
             if request.row is None:
                 # It had to leave for one before it.
                 continue
+            if not left:
+                break
             self._look_up(request)
             start = request.computed
             end = min(len(request.prompt_ids), start + left * self._limits.chunk)
             if self._grow(request, start, end, requests, [take.request for take in taken]):
-                self.prefix_tokens += 0 if request.passes else start
                 taken.append(Take(request, start, end))
+                self.prefix_tokens += 0 if request.passes else start
                 request.passes += 1
                 left -= -(-(end - start) // self._limits.chunk)
         return taken
@@ -168,7 +164,7 @@ class Scheduler:
                 # It had to leave for one before it.
                 continue
             position = request.length - 1
-            if self._grow(request, position, position + 1, requests, [*busy, *chosen]):
+            if self._grow(request, position, position + 1, requests, busy):
                 request.used = self._step
                 chosen.append(request)
         return chosen
@@ -179,15 +175,18 @@ class Scheduler:
         if follower.row is None:
             return False
         assert request.held is not None
-        follower.held, follower.computed = self.pages.fork(request.held), len(request.prompt_ids)
+        follower.held = self.pages.fork(request.held)
+        follower.computed, follower.used = request.computed, self._step
         return True
 
     def computed(self, request: Request, end: int) -> None:
         """The prompt of a request is computed up to there."""
         assert request.held is not None
-        request.computed = end
+        request.computed, request.used = end, self._step
         if self._limits.keeps_prefixes:
             self.index.remember(request.held, request.prefix_seed, request.prompt_ids[:end])
+        # Others can have what was seen within the pass alone.
+        self.pages.trim(request.held, end)
 
     def release(self, request: Request) -> None:
         """Takes everything from a request."""
@@ -198,13 +197,15 @@ class Scheduler:
         request.row = request.held = request.moved = None
 
     def make_room(self, tokens: int, requests: Sequence[Request]) -> bool:
-        """Moves requests out, but for those of a pass, until one of so many tokens would have room; False where that
-        cannot be done now."""
-        while any(need > pool.available for need, pool in zip(self._most(tokens), self.pages.pools, strict=True)):
-            victim = self._victim(requests, ())
-            if victim is None or not self._move_out(victim, requests):
+        """Moves requests out, but for those of a pass, until one of so many tokens would have room; moves none, and
+        returns False, where that cannot be done now."""
+        needs, leaving = self._most(tokens), list[Request]()
+        while any(need > each for need, each in zip(needs, self._available_without(leaving), strict=True)):
+            victim = self._victim(requests, leaving)
+            if victim is None:
                 return False
-        return True
+            leaving.append(victim)
+        return self._move_all_out(leaving, requests)
 
     def in_rank(self, requests: Iterable[Request]) -> list[Request]:
         """The most urgent first, then in the order of their arrival."""
@@ -222,61 +223,98 @@ class Scheduler:
         most = self._most(request.most_tokens)
         return sum(need * size for need, size in zip(most, self._limits.page_bytes, strict=True))
 
-    def _is_safe(self, request: Request, requests: Sequence[Request]) -> bool:
-        """Whether all can run to their ends with this one, whatever they come to need: either pages suffice for all of
-        them, or the host has room for all but one."""
-        together = [one for one in requests if one.row is not None or one.moved is not None]
-        together += [] if request.moved is not None else [request]
-        needs = [self._most(one.most_tokens) for one in together]
-        if all(sum(each) <= pool.count for each, pool in zip(zip(*needs, strict=True), self.pages.pools, strict=True)):
-            return True
-        sizes = [self._most_bytes(one) for one in together]
-        return sum(sizes) - min(sizes) <= self._limits.host_bytes
-
-    def _get_pages(self, request: Request, requests: Sequence[Request]) -> bool:
-        """Brings back what was moved out, if a page more is left to go on; of a prompt, says whether it has room."""
+    def _make_way(self, request: Request, admitted: Sequence[Request], busy: Collection[Request]) -> bool:
+        """Whether there is a row and room for a request, which gets its pages then. Others of lower priority leave for
+        it where that suffices, and nobody does where it does not. All can still run to their ends then."""
+        urgencies = [self._urgency(one) for one in admitted if one.row is not None]
+        if len(urgencies) >= self._limits.rows and request.priority <= min(urgencies):
+            return False
+        together = admitted if request.moved is not None else [*admitted, request]
+        roomy = self._suffice(together)
+        if not roomy and not self._host_suffices(together):
+            return False
+        self._look_up(request)
+        leaving: list[Request] = []
+        while not (room := self._has_room(request, admitted, leaving, roomy)):
+            victim = self._victim(admitted, [*busy, *leaving], below=request.priority)
+            if victim is None:
+                break
+            leaving.append(victim)
+        if not (room and self._move_all_out(leaving, admitted)):
+            # For others to use, for as long as this one waits.
+            self._let_go(request)
+            return False
         if request.moved is not None:
-            request.held = request.held or self.pages.new()
-            short = [
-                len(each) + 1 - pool.available
-                for each, pool in zip(request.moved.what.blocks, self.pages.pools, strict=True)
-            ]
-            alone = not any(one.row is not None for one in requests)
-            if max(short) > (1 if alone else 0):
-                return False
+            assert request.held is not None
             there = self.pages.bring_back(request.held, request.moved.what)
-            if there is None:
-                return False
+            assert there is not None
             self._mover.load(there.pages, request.moved.saved)
             self.host_bytes -= request.moved.nbytes
             request.moved = None
-            return True
+        return True
+
+    def _suffice(self, requests: Sequence[Request]) -> bool:
+        """Whether pages suffice for all of these to run to their ends: for one that grows by a pass, while the others
+        have what they need between passes."""
+        most = [self._most(one.most_tokens) for one in requests]
+        for group, (reach, pool) in enumerate(zip(self.pages.reaches, self.pages.pools, strict=True)):
+            least = [reach.most_blocks(one.most_tokens, 1) for one in requests]
+            grows = max(each[group] - between for each, between in zip(most, least, strict=True))
+            if sum(least) + grows > pool.count:
+                return False
+        return True
+
+    def _host_suffices(self, requests: Sequence[Request]) -> bool:
+        """Whether the host has room for all of these but one, whatever they come to need: any of them can be left
+        alone with the pages then."""
+        sizes = [self._most_bytes(one) for one in requests]
+        return sum(sizes) - min(sizes) <= self._limits.host_bytes
+
+    def _has_room(
+        self, request: Request, admitted: Sequence[Request], leaving: Collection[Request], roomy: bool
+    ) -> bool:
+        """Whether a row and pages are left for a request, once those that are `leaving` have left. Where it is not
+        `roomy`, pages that all come to need soon are left, too, so that nobody has to leave at once."""
+        staying = [one for one in admitted if one.row is not None and one not in leaving]
+        if len(staying) >= self._limits.rows:
+            return False
         if request.leader is not None:
             return True
-        self._look_up(request)
-        held = request.held.count() if request.held is not None else [0] * len(self.pages.pools)
-        growing = sum(one.row is not None for one in requests)
-        room = not growing or all(
-            need - have + growing <= pool.available
-            for need, have, pool in zip(self._most(len(request.prompt_ids)), held, self.pages.pools, strict=True)
-        )
-        if not room and request.held is not None:
-            # Nothing is kept for those that wait: they could not be told to leave.
-            self.pages.free(request.held)
-            request.held, request.computed = None, 0
-        return room
+        crowd = [] if roomy else staying
+        if request.moved is None:
+            needs = [self._wants(one) for one in (request, *crowd)]
+        else:
+            needs = [self._counts(request), *(self._wants(one) for one in (*crowd, *([request] if crowd else [])))]
+        free = self._available_without(leaving)
+        return all(sum(each) <= there for *each, there in zip(*needs, free, strict=True))
+
+    def _wants(self, request: Request) -> list[int]:
+        """Pages of each group that a request comes to need soon: for the rest of its prompt, or for its next token."""
+        if request.prompt_done or request.leader is not None:
+            return [1] * len(self.pages.pools)
+        most = self._most(len(request.prompt_ids))
+        return [max(1, need - have) for need, have in zip(most, self._counts(request), strict=True)]
+
+    def _available_without(self, leaving: Iterable[Request]) -> list[int]:
+        """Pages of each group that can be taken once these have left."""
+        return self.pages.available_without([one.held for one in leaving if one.held is not None])
 
     def _look_up(self, request: Request) -> None:
         """Before the first pass of a prompt: takes what pages hold of it already."""
-        if request.passes or request.prompt_done:
+        if not _is_new(request):
             return
         held, found = self.index.find(request.prefix_seed, request.prompt_ids)
         if request.held is None or found > request.computed:
-            if request.held is not None:
-                self.pages.free(request.held)
+            self._let_go(request)
             request.held, request.computed = held, found
         else:
             self.pages.free(held)
+
+    def _let_go(self, request: Request) -> None:
+        """Gives back what was looked up."""
+        if _is_new(request) and request.held is not None:
+            self.pages.free(request.held)
+            request.computed = 0
 
     def _grow(
         self, request: Request, start: int, end: int, requests: Sequence[Request], busy: Collection[Request]
@@ -303,26 +341,58 @@ class Scheduler:
         after: Request | None = None,
     ) -> Request | None:
         """Who leaves next: of those that come after another one in rank, or that are less urgent, the one that was
-        used longest ago, and of these the last in rank."""
+        used longest ago, and of these the last in rank. Where it is about pages, one that has some."""
         ranked = self.in_rank(one for one in requests if one.row is not None and one.held is not None)
         if after is not None:
             ranked = ranked[ranked.index(after) + 1 :]
-        free = [one for one in ranked if one not in busy and (below is None or self._urgency(one) < below)]
+        if below is None:
+            free = [one for one in ranked if one not in busy and any(self._counts(one))]
+        else:
+            free = [one for one in ranked if one not in busy and self._urgency(one) < below]
         oldest = min((one.used for one in free), default=0)
         return next((one for one in reversed(free) if one.used == oldest), None)
 
+    def _counts(self, request: Request) -> list[int]:
+        """Pages of each group that a request has, on the device or on the host."""
+        if request.moved is not None:
+            return [len(each) for each in request.moved.what.blocks]
+        return [0] * len(self.pages.pools) if request.held is None else request.held.count()
+
+    def _bytes(self, request: Request) -> int:
+        """Of the pages of a request that must not be lost."""
+        if _is_new(request):
+            return 0
+        return sum(count * size for count, size in zip(self._counts(request), self._limits.page_bytes, strict=True))
+
+    def _move_all_out(self, leaving: Sequence[Request], requests: Sequence[Request]) -> bool:
+        """Moves requests out; none of them, and False, where the host has no room for all."""
+        if self.host_bytes + sum(map(self._bytes, leaving)) > self._limits.host_bytes:
+            return False
+        return all(self._move_out(one, requests) for one in leaving)
+
     def _move_out(self, request: Request, requests: Sequence[Request]) -> bool:
         """Moves the pages of a request to the host, and takes its row; False where there is no room."""
-        assert request.held is not None
-        counts = request.held.count()
-        size = sum(count * each for count, each in zip(counts, self._limits.page_bytes, strict=True))
+        size = self._bytes(request)
         if self.host_bytes + size > self._limits.host_bytes:
             return False
-        what = self.pages.take_out(request.held)
-        request.moved = MovedOut(what, self._mover.save(what.pages), size)
+        self._let_go(request)
+        if size:
+            assert request.held is not None
+            what = self.pages.take_out(request.held)
+            request.moved = MovedOut(what, self._mover.save(what.pages), size)
+            self.host_bytes += size
+            self.bytes_out += size
+            self.preemptions += 1
         for one in (request, *(one for one in requests if one.leader is request)):
             one.row = None
-        self.host_bytes += size
-        self.bytes_out += size
-        self.preemptions += 1
         return True
+
+
+def _is_admitted(request: Request) -> bool:
+    """Whether pages are counted on for it: it has a row, or waits to come back."""
+    return request.row is not None or request.moved is not None
+
+
+def _is_new(request: Request) -> bool:
+    """Whether nothing was computed for it, and nobody else does that."""
+    return not (request.passes or request.prompt_done) and request.leader is None

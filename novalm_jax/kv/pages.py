@@ -8,8 +8,8 @@ else without a word.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from novalm_jax.errors import PageError
@@ -194,6 +194,14 @@ class Pages:
         """A sequence without pages."""
         return Held(len(self.pools))
 
+    def available_without(self, others: Collection[Held]) -> list[int]:
+        """Pages of each group that can be taken once these sequences are gone."""
+        counts = []
+        for group, pool in enumerate(self.pools):
+            users = Counter(page for held in others for page in held.tables[group] if page != NONE)
+            counts.append(pool.available + sum(pool.users(page) == number for page, number in users.items()))
+        return counts
+
     def grow(self, held: Held, start: int, end: int) -> list[Copy] | None:
         """Gives a sequence pages of its own for the positions from `start` to `end`, which are to be written, and lets
         go of those that no position from `start` on sees.
@@ -206,10 +214,10 @@ class Pages:
           PageError: a block before `start` that is seen from there has no page: it was never written, or is gone. Or
             there are more blocks than a table has.
         """
-        self.trim(held, start)
         first, last = start // PAGE, blocks(end)
         if not 0 <= start < end or last > self.most_blocks:
             raise PageError(f"Positions {start} to {end} do not fit a table of {self.most_blocks} blocks of {PAGE}.")
+        self.trim(held, start)
         shared: list[list[int]] = []
         for group, (pool, table) in enumerate(zip(self.pools, held.tables, strict=True)):
             seen = range(self.reaches[group].first(start) // PAGE, min(blocks(start), last))

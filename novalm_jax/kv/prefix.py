@@ -46,11 +46,7 @@ class _Block:
 
 
 class PrefixIndex:
-    """Blocks of prompts, and the pages that hold them.
-
-    Attributes:
-      tokens_found: tokens of prompts that need not be computed, as pages had them.
-    """
+    """Blocks of prompts, and the pages that hold them."""
 
     def __init__(self, pages: Pages, digest: Digest = _blake2b):
         """Over these pages, which it remembers; `digest` makes names of blocks."""
@@ -58,7 +54,6 @@ class PrefixIndex:
         self._digest = digest
         self._blocks: dict[bytes, _Block] = {}
         self._block_of: list[dict[int, _Block]] = [{} for _ in pages.pools]
-        self.tokens_found = 0
         for group, pool in enumerate(pages.pools):
             pool.forget = partial(self._forgotten, group)
 
@@ -83,7 +78,7 @@ class PrefixIndex:
             start = min(count * PAGE, len(tokens) - 1)
             firsts = [reach.first(start) // PAGE for reach in self._pages.reaches]
             missing = [
-                (number, first)
+                number
                 for group, first in enumerate(firsts)
                 for number in range(first, count)
                 if chain[number].pages[group] == NONE
@@ -95,11 +90,9 @@ class PrefixIndex:
                 ]
                 self._pages.share(held, tables)
                 held.remembered, held.latest = count, chain[count - 1]
-                self.tokens_found += start
                 return held, start
-            # What a layer lacks that sees everything, no longer beginning can do without.
-            unlimited = [number for number, first in missing if not first]
-            count = min(unlimited, default=count - 1)
+            # Shorter beginnings see back further, so that they lack it too, unless they end before it.
+            count = min(missing)
         return held, 0
 
     def remember(self, held: Held, seed: bytes, tokens: Sequence[int]) -> None:
