@@ -236,12 +236,16 @@ class Scheduler:
         if request.leader is not None:
             return True
         self._look_up(request)
-        held = request.held.count() if request.held is not None else [0] * len(self.pages.pools)
+        assert request.held is not None
         growing = sum(one.row is not None for one in requests)
-        return not growing or all(
-            need - have + growing <= pool.available
-            for need, have, pool in zip(self._most(len(request.prompt_ids)), held, self.pages.pools, strict=True)
-        )
+        needs = zip(self._most(len(request.prompt_ids)), request.held.count(), self.pages.pools, strict=True)
+        if not growing or all(need - have + growing <= pool.available for need, have, pool in needs):
+            return True
+        # One that waits holds nothing: those that run could not take it.
+        self.pages.free(request.held)
+        self.prefix_tokens -= request.computed
+        request.held, request.computed = None, 0
+        return False
 
     def _look_up(self, request: Request) -> None:
         """Before the first pass of a prompt: takes what pages hold of it already."""
