@@ -3,6 +3,7 @@ moved, on tiny models of random weights."""
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ import pytest
 from novalm_jax import LLM, SamplingParams, load_model
 from novalm_jax.checkpoint.load import Checkpoint, abstract_model
 from novalm_jax.engine.estimate import Estimated
-from novalm_jax.engine.executor import Executor, Part
+from novalm_jax.engine.executor import Executor, Part, Saved
 from novalm_jax.engine.programs import Programs, Shapes
 from novalm_jax.models.families import find_family
 from novalm_jax.options import EngineOptions
@@ -177,7 +178,7 @@ def test_rows_that_were_used_before_leave_nothing_behind(llm):
 
 
 @pytest.mark.parametrize(("case", "dtype"), [("gpt_oss", "float32"), ("deepseek_v3", "bfloat16")])
-def test_requests_that_have_to_wait_on_the_host_go_on_with_the_same_bits(case, dtype):
+def test_requests_that_have_to_wait_on_the_host_go_on_with_the_same_bits(monkeypatch, case, dtype):
     """With pages for little more than one of them: of layers that see everything and of windows, or of latents."""
     folder, context = GOLDEN / case, 128
     options: dict[str, Any] = {"dtype": dtype, "max_batch": 4, "context_length": context}
@@ -190,8 +191,17 @@ def test_requests_that_have_to_wait_on_the_host_go_on_with_the_same_bits(case, d
         assert llm._engine.scheduler.preemptions == 0
     sizes = Estimated(Checkpoint.open(folder).config, EngineOptions(**options))
     with LLM(folder, kv_memory=sizes.kv_bytes(context, 3), **options) as llm:
+        scheduler, moved = llm._engine.scheduler, []
+        load = llm._executor.load
+
+        def noted(pages: Any, saved: Saved) -> None:
+            moved.append((saved.nbytes, sum(map(operator.mul, map(len, pages), llm._executor.page_bytes))))
+            load(pages, saved)
+
+        monkeypatch.setattr(llm._executor, "load", noted)
         assert llm.generate(prompts, each) == expected
-        scheduler = llm._engine.scheduler
+        # On the host they take what is counted for them.
+        assert moved and all(held == counted for held, counted in moved)
         assert scheduler.preemptions > 1 and scheduler.host_bytes == 0
         assert llm.logits(prompts[2]).shape == (70, 96)
         assert [pool.in_use for pool in scheduler.pages.pools] == [0] * len(scheduler.pages.pools)
