@@ -294,7 +294,7 @@ def _fit_streamed(
     spare -= sizes.kv_bytes(context, pages, pass_chunks) - sizes.kv_bytes(context, pages)
     if dense is not None:
         least = dense.device_bytes
-        dense = dense.keep(max(spare, 0)).hold(budgets.host)
+        dense = dense.keep(max(spare, 0))
         spare -= dense.device_bytes - least
     slots = min(sizes.records, few + max(spare, 0) // record_bytes) if few else 0
     plan = sizes.streamed(context, pages, slots, pass_chunks, dense)
@@ -309,8 +309,11 @@ def _fit_streamed(
         plan = sizes.streamed(context, pages, slots, pass_chunks, dense)
     found = Fit(plan, context, pages, 0, slots, 0, pass_chunks, dense)
     kept = _kv_on_host(sizes, budgets, found)
-    host = _host_slots(sizes, budgets.host - kept - (dense.host_bytes if dense else 0))
-    return replace(found, host_slots=host, kv_host_bytes=kept)
+    room = budgets.host - kept
+    if dense is not None:
+        dense = dense.hold(room)
+        room -= dense.host_bytes
+    return replace(found, host_slots=_host_slots(sizes, room), kv_host_bytes=kept, dense=dense)
 
 
 def _streamed_context(
