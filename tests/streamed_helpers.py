@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from novalm_jax.checkpoint.mapping import Assignment, is_expert
 from novalm_jax.compat import compile_program
 from novalm_jax.engine import sampler as sampler_module
 from novalm_jax.engine import streamed_programs as programs_module
+from novalm_jax.engine.estimate import Estimated
+from novalm_jax.engine.fitting import KV_HOST_SHARE
 from novalm_jax.engine.placement import Placement, place
 from novalm_jax.engine.programs import Programs
 from novalm_jax.engine.streamed import StreamedExecutor
@@ -30,6 +33,7 @@ from novalm_jax.errors import BudgetError
 from novalm_jax.experts.pools import compile_insert
 from novalm_jax.experts.records import moe_layers
 from novalm_jax.experts.streamer import Streamer
+from novalm_jax.kv.pages import blocks
 from novalm_jax.options import EngineOptions
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -44,8 +48,10 @@ def least_bytes(folder: Path | None, **options: Any) -> int:
 
 
 def placed_with(folder: Path | None, slots: int, **options: Any) -> Placement:
-    """The model with as many experts on the device; its budget is what that takes."""
-    placement = _placed(folder, least_bytes(folder, **options), options)
+    """The model with as many experts on the device, and pages as options say (`for_requests`); its budget is what that
+    takes."""
+    pages = options["kv_memory"] - for_requests(1, folder, **options)["kv_memory"]
+    placement = _placed(folder, least_bytes(folder, **options) + pages, options)
     while placement.slots != slots:
         assert placement.slots < slots, f"{placement.slots} slots, not {slots}"
         # Some of what is spare goes to chunks of a prompt that share a pass.
@@ -64,8 +70,23 @@ def _placed(folder: Path | None, memory: int, options: dict[str, Any]) -> Placem
     return place(Checkpoint.open(folder), EngineOptions(**{"dense_weights": "device", **options}, device_memory=memory))
 
 
-def with_slots(folder: Path, slots: int, **options: Any) -> LLM:
-    """As `placed_with`, ready to run."""
+def for_requests(count: int, folder: Path | None, **options: Any) -> dict[str, Any]:
+    """These options, and pages for so many requests at a time and no more: all other memory is for experts."""
+    asked = EngineOptions(**{name: options[name] for name in ("dtype", "max_batch", "context_length")})
+    context = asked.context_length
+    assert isinstance(context, int)
+    sizes = Estimated(Checkpoint.open(folder).config, asked)
+    return {**options, "kv_memory": sizes.kv_bytes(context, count * blocks(context))}
+
+
+def host_room(records: int, size: int) -> int:
+    """Host memory for so many records, beside what is kept for pages of requests that wait."""
+    return math.ceil(records * size / (1 - KV_HOST_SHARE))
+
+
+def with_slots(folder: Path, slots: int, requests: int = 1, **options: Any) -> LLM:
+    """As `placed_with`, with pages for so many requests at a time, ready to run."""
+    options = for_requests(requests, folder, **{"dtype": EngineOptions.dtype, **options})
     asked = {name: options[name] for name in sorted(options) if name not in ("host_memory", "prefetch", "policy")}
     return LLM(folder, device_memory=_memory_for(folder, slots, tuple(asked.items())), **options)
 
@@ -80,6 +101,13 @@ def executor_of(llm: LLM) -> StreamedExecutor:
     executor = llm._executor
     assert isinstance(executor, StreamedExecutor)
     return executor
+
+
+def set_pass_chunks(llm: LLM, count: int) -> None:
+    """Lets so many chunks of prompts share a pass over the experts."""
+    scheduler = llm._engine.scheduler
+    executor_of(llm).pass_chunks = count
+    scheduler._limits = replace(scheduler._limits, pass_chunks=count)
 
 
 def deeper(checkpoint: Checkpoint, sparse: int) -> Checkpoint:
@@ -199,6 +227,13 @@ def assert_it_streamed(llm: LLM, prefetched: bool) -> None:
         assert report.uploads == report.expert_misses
     assert report.policy == llm.options.policy
     assert report.experts_on_device == executor_of(llm).programs.slots
+
+
+def assert_nothing_is_held(llm: LLM) -> None:
+    """All rows and pages are free."""
+    engine = llm._engine
+    assert [one for one in engine._requests if one.row is not None or one.held or one.moved] == []
+    assert [pool.in_use for pool in engine.scheduler.pages.pools] == [0] * len(engine.scheduler.pages.pools)
 
 
 def assert_threads_end_with(make: Callable[[], LLM]) -> None:

@@ -151,7 +151,7 @@ def check_logits_of_a_prompt(folder: Path) -> None:
     """A long prompt dies of one huge array: the logits of all its positions."""
     tokens, vocab = 512, 20_011
     config = replace(Checkpoint.open(tiny_checkpoint(folder, "qwen3_moe")).config, vocab_size=vocab)
-    programs = Programs(abstract_model(config), Shapes(rows=2, capacity=1024, dtype=np.dtype(np.float32)))
+    programs = Programs(abstract_model(config), Shapes.of(config, 2, 1024, np.dtype(np.float32)))
     layer = config.layers[0]
     for program in (
         *(programs.embed(tokens), programs.attend(layer, tokens), programs.experts(layer, tokens)),

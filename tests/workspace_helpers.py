@@ -10,7 +10,6 @@ from novalm_jax.compat import program_bytes
 from novalm_jax.config import ModelConfig
 from novalm_jax.engine.estimate import estimate_plan
 from novalm_jax.engine.programs import Programs
-from novalm_jax.engine.streamed import StreamedExecutor
 from novalm_jax.engine.streamed_programs import DenseStreamedPrograms, StreamedPrograms
 from novalm_jax.engine.workspace import Workspace
 
@@ -37,11 +36,10 @@ def assert_bounded(programs: Programs, loose: float = LOOSE) -> None:
 def assert_estimated(llm: LLM, loose: float = LOOSE) -> None:
     """The plan by formulas has the parts of the one that the model was placed with, but for the workspace, which is a
     bound; and so are the formulas of all of its programs."""
-    placement = llm._placement
-    executor = llm._executor
-    chunks = executor._pass_chunks if isinstance(executor, StreamedExecutor) else 1
+    placement, chunks = llm._placement, llm._executor.pass_chunks
     slots = placement.slots if placement.slots or placement.dense else None
-    estimated = estimate_plan(llm.config, llm.options, placement.context_length, slots, chunks, placement.dense)
+    context, pages = placement.context_length, placement.pages
+    estimated = estimate_plan(llm.config, llm.options, context, pages, slots, chunks, placement.dense)
     found, planned = dict(estimated.parts), dict(placement.plan.parts)
     bound, workspace = found.pop("workspace"), planned.pop("workspace")
     assert found == planned

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -39,8 +39,10 @@ class _Pass(NamedTuple):
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits for one of them."""
-        return any(request.finish_reason is None and not request.dropped for request in self.requests)
+        """Whether somebody waits for one that is not through."""
+        return any(
+            request.finish_reason is None and not request.dropped and not request.token_ids for request in self.requests
+        )
 
 
 class Engine:
@@ -148,8 +150,7 @@ class Engine:
             try:
                 self._release()
             except BaseException as error:
-                self._fail(error)
-                raise
+                self._fail_with(error)
 
     def step(self) -> None:
         """One iteration. What fails in it ends every running request.
@@ -171,10 +172,7 @@ class Engine:
                 self._decode()
                 self._release()
             except BaseException as error:
-                self._fail(error)
-                if isinstance(error, Exception) and not isinstance(error, CheckpointError):
-                    raise EngineError(f"A step failed, and the requests in it are lost: {error}") from error
-                raise
+                self._fail_with(error)
             finally:
                 self.step_seconds += time.perf_counter() - begin
 
@@ -201,15 +199,15 @@ class Engine:
         with self._lock:
             self.check_open()
             # The memory of prompts that are on their way is needed for it, too.
-            while self._pass or not self.scheduler.make_room(tokens, self._requests):
+            while self._pass or not self._make_room(tokens):
                 self.step()
             held = self.scheduler.pages.new()
             try:
                 yield held
+                self.scheduler.pages.free(held)
             except BaseException as error:
                 self._fail(error)
                 raise
-            self.scheduler.pages.free(held)
 
     def shut(self) -> None:
         """From now on nothing begins; does not wait for what runs, which `close` ends."""
@@ -232,6 +230,12 @@ class Engine:
                 self._executor.close()
                 self._sampler.close()
                 self._freed = True
+
+    def _make_room(self, tokens: int) -> bool:
+        try:
+            return self.scheduler.make_room(tokens, self._requests)
+        except BaseException as error:
+            self._fail_with(error)
 
     @property
     def _busy(self) -> list[Request]:
@@ -351,9 +355,9 @@ class Engine:
         if not greedy_suffices(request.sampling) and self._sampled_in.get(row) != request.number:
             ends, sampling = sorted(request.end_ids), request.sampling
             self._sampler.admit(row, sampling, request.prompt_ids, ends, request.token_ids)
-            # What other rows have of it is out of date from now on.
-            elsewhere = {row: number for row, number in self._sampled_in.items() if number != request.number}
-            self._sampled_in = {**elsewhere, row: request.number}
+            # What it had in another row is out of date.
+            others = {other: number for other, number in self._sampled_in.items() if number != request.number}
+            self._sampled_in = others | {row: request.number}
 
     def _release(self) -> None:
         """Lets go of requests that ended or that nobody waits for, and so of their rows and pages."""
@@ -365,6 +369,13 @@ class Engine:
         self._requests = [request for request in self._requests if request.finish_reason is None]
         if self._pass and not self._pass.wanted:
             self._drop_pass()
+
+    def _fail_with(self, error: BaseException) -> NoReturn:
+        """As `_fail`, and raises what whoever waits is told."""
+        self._fail(error)
+        if isinstance(error, Exception) and not isinstance(error, CheckpointError):
+            raise EngineError(f"A step failed, and the requests in it are lost: {error}") from error
+        raise error
 
     def _fail(self, error: BaseException) -> None:
         """Ends what has pages: they are lost. Without all weights there is nothing left to run: where they cannot be

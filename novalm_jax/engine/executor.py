@@ -90,7 +90,7 @@ class Chunk(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The content of pages on the host: for each lot of `MOVED_TOGETHER` of each group all layers' arrays."""
+    """The content of pages on the host: for each lot of up to `MOVED_TOGETHER` of each group all layers' arrays."""
 
     lots: list[tuple[LayerPages, ...]]
 
@@ -199,13 +199,12 @@ class Executor(ABC):
 
     def save(self, pages: Sequence[Sequence[int]]) -> Saved:
         """The content of some pages of each group, on the host."""
-        lots = (self._run(self._programs.save_pages, tuple(self._pages), lot) for lot in self._lots(pages))
-        return Saved([jax.tree.map(np.array, lot) for lot in lots])
+        return Saved([self._saved(lot) for lot in _lots(pages)])
 
     def load(self, pages: Sequence[Sequence[int]], saved: Saved) -> None:
         """Fills pages with what was saved of as many."""
-        for lot, content in zip(self._lots(pages), saved.lots, strict=True):
-            self._replace_pages(self._programs.load_pages, content, lot)
+        for lot, content in zip(_lots(pages), saved.lots, strict=True):
+            self._replace_pages(self._programs.load_pages, jax.tree.map(_filled_up, content), self._lot(lot))
 
     @property
     def page_bytes(self) -> tuple[int, ...]:
@@ -291,15 +290,20 @@ class Executor(ABC):
     def _groups(self) -> range:
         return range(len(self._programs.reaches))
 
-    def _lots(self, pages: Sequence[Sequence[int]]) -> Iterator[tuple[np.ndarray, ...]]:
-        """Some pages of each group, cut into lots that are moved together."""
-        for begin in range(0, max(map(len, pages)), MOVED_TOGETHER):
-            yield self._lot([each[begin : begin + MOVED_TOGETHER] for each in pages])
-
     def _lot(self, pages: Sequence[Sequence[int]]) -> tuple[np.ndarray, ...]:
         """Pages of each group, filled up with none."""
         counts = self._programs.shapes.pages
         return tuple(device_table(each, count, MOVED_TOGETHER) for each, count in zip(pages, counts, strict=True))
+
+    def _saved(self, lot: Sequence[Sequence[int]]) -> tuple[LayerPages, ...]:
+        """Pages of each group, in all layers; what fills them up takes no memory on the host, nor they any more on the
+        device."""
+        saved = self._run(self._programs.save_pages, tuple(self._pages), self._lot(lot))
+        counts = [len(lot[self._programs.group_of(config)]) for config in self._layers]
+        return tuple(
+            jax.tree.map(lambda array, count=count: np.asarray(array)[:count].copy(), layer)
+            for layer, count in zip(saved, counts, strict=True)
+        )
 
     def _replace_pages(self, program: jax.stages.Compiled, *arguments: Any) -> None:
         with self._pages_in_use():
@@ -372,6 +376,17 @@ class ResidentExecutor(Executor):
         decoded, pages, chosen = self._run(decode, self._weights, tuple(self._pages), step)
         self._pages = list(pages)
         return decoded, chosen
+
+
+def _lots(pages: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Some pages of each group, cut into lots that are moved together."""
+    for begin in range(0, max(map(len, pages)), MOVED_TOGETHER):
+        yield [each[begin : begin + MOVED_TOGETHER] for each in pages]
+
+
+def _filled_up(pages: np.ndarray) -> np.ndarray:
+    """As many pages as are moved together."""
+    return np.concatenate([pages, np.zeros((MOVED_TOGETHER - len(pages), *pages.shape[1:]), pages.dtype)])
 
 
 def device_table(table: Sequence[int], count: int, length: int) -> np.ndarray:

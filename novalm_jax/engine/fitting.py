@@ -178,18 +178,18 @@ class Sizes(ABC):
         everything = self.most_pages(wanted, kv)
         if self.kv_bytes(wanted, everything) <= kv and (plan := self.resident(wanted, everything)).fits(budget):
             return Fit(plan, wanted, everything)
-        held = self.held(wanted, blocks(wanted))
-        always = sum(held.values()) - held["KV cache"]
         # Below the largest chunk, prefill takes smaller ones and a fraction of the workspace: a range of its own.
         for longest in dict.fromkeys((wanted, min(wanted, PREFILL_ROWS[-1] - PAGE))):
-            context, workspace = longest, 0
+            held = self.held(longest, blocks(longest))
+            always, context, workspace = sum(held.values()) - held["KV cache"], longest, 0
             while (context := self.longest_context(context, min(budget - workspace - always, kv))) > 0:
                 plan = self.resident(context, blocks(context))
                 if plan.fits(budget):
                     return self.widened(Fit(plan, context, blocks(context)), budget, kv)
                 workspace = plan.parts["workspace"]
                 context = (blocks(context) - 1) * PAGE
-        return Fit(self.resident(least := min(wanted, PAGE), 1), least, 1)
+        shortest = _shortest(wanted)
+        return min((Fit(self.resident(each, blocks(each)), each, blocks(each)) for each in shortest), key=_least)
 
     def widened(self, found: Fit, budget: int, kv: int) -> Fit:
         """A resident model that fits, with as many pages as memory is left for."""
@@ -294,7 +294,7 @@ def _fit_streamed(
     spare -= sizes.kv_bytes(context, pages, pass_chunks) - sizes.kv_bytes(context, pages)
     if dense is not None:
         least = dense.device_bytes
-        dense = dense.keep(max(spare, 0)).hold(budgets.host)
+        dense = dense.keep(max(spare, 0))
         spare -= dense.device_bytes - least
     slots = min(sizes.records, few + max(spare, 0) // record_bytes) if few else 0
     plan = sizes.streamed(context, pages, slots, pass_chunks, dense)
@@ -309,8 +309,11 @@ def _fit_streamed(
         plan = sizes.streamed(context, pages, slots, pass_chunks, dense)
     found = Fit(plan, context, pages, 0, slots, 0, pass_chunks, dense)
     kept = _kv_on_host(sizes, budgets, found)
-    host = _host_slots(sizes, budgets.host - kept - (dense.host_bytes if dense else 0))
-    return replace(found, host_slots=host, kv_host_bytes=kept)
+    room = budgets.host - kept
+    if dense is not None:
+        dense = dense.hold(room)
+        room -= dense.host_bytes
+    return replace(found, host_slots=_host_slots(sizes, room), kv_host_bytes=kept, dense=dense)
 
 
 def _streamed_context(
@@ -333,7 +336,15 @@ def _streamed_context(
     while context > PAGE and not plan.fits(device):
         context = max(context // 2, PAGE)
         plan = plan_of(context)
-    return context, plan
+    if plan.fits(device):
+        return context, plan
+    return min(((each, plan_of(each)) for each in _shortest(wanted)), key=lambda found: found[1].device_bytes)
+
+
+def _shortest(wanted: int) -> set[int]:
+    """Contexts of which one takes the least: one page can take more than two, as XLA copies pages that are cut out
+    whole."""
+    return {min(wanted, PAGE), min(wanted, 2 * PAGE)}
 
 
 def _kv_memory(options: EngineOptions, budgets: Budgets) -> int:

@@ -37,9 +37,9 @@ class Workspace:
         self._item = shapes.dtype.itemsize
 
     def resident_bytes(self) -> int:
-        """Most that a step of a resident model takes beyond weights and caches."""
+        """Most that a step of a resident model takes beyond weights and pages."""
         tokens, layers = prefill_rows(self.shapes.capacity)[-1], dict.fromkeys(self.config.layers)
-        most = [self.decode(decode_rows(self.shapes.rows)[-1]), self.moved(), *self._around(tokens)]
+        most = [self.decode(decode_rows(self.shapes.rows)[-1]), self.save_pages(MOVED_TOGETHER), *self._around(tokens)]
         most += [self.attend(layer, tokens) for layer in layers]
         return max(most + [self.experts(layer, tokens) for layer in layers if _is_sparse(layer)])
 
@@ -47,17 +47,11 @@ class Workspace:
         """As `resident_bytes`, for experts in slots, and for dense weights in parts if they are."""
         tokens, rows = prefill_rows(self.shapes.capacity)[-1], decode_rows(self.shapes.rows)[-1]
         if self._blocks:
-            most = [
-                self.insert(),
-                self.moved(),
-                self.embed_rows(tokens),
-                self.normed(tokens),
-                self.normed_tokens(tokens),
-            ]
+            most = [self.insert(), self.embed_rows(tokens), self.normed(tokens), self.normed_tokens(tokens)]
             most += [self.normed_step(rows), self.some_logits(HEAD_BLOCK), self.some_logits(rows), self.joined(rows)]
         else:
             most = [self.embed_step(rows), self.head_of_step(rows), self.insert(), *self._around(tokens)]
-        most.append(self.moved())
+        most.append(self.save_pages(MOVED_TOGETHER))
         for layer in dict.fromkeys(self.config.layers):
             most += [self.attend(layer, tokens), self.attend_step(layer, rows)]
             if _is_sparse(layer):
@@ -163,11 +157,15 @@ class Workspace:
         """The scalar that is there once the record is: all else is done in place."""
         return _SMALL
 
-    def moved(self) -> int:
-        """Pages of every layer that are copied, saved or loaded together, as they come and as they go."""
-        groups = len(self.shapes.pages)
-        pages = sum(page_bytes(self.config, self.shapes.capacity, (MOVED_TOGETHER,) * groups, self.shapes.dtype))
-        return 2 * pages + _SMALL * len(self.config.layers)
+    def copy_pages(self, count: int) -> int:
+        """Pages of every layer, between where they were and where they go."""
+        return sum(self._pages(count)) + _SMALL * len(self.config.layers)
+
+    load_pages = copy_pages
+
+    def save_pages(self, count: int) -> int:
+        """Pages of every layer, and one array of them in another order."""
+        return self.copy_pages(count) + max(self._pages(count))
 
     def decode(self, rows: int) -> int:
         """A step of the whole model: what takes most of it, and of every layer what its loops begin with, which may
@@ -188,6 +186,11 @@ class Workspace:
         return [self.embed(tokens), self.head(tokens), self.head_of_block(tokens)]
 
     # --- parts of programs ---
+
+    def _pages(self, count: int) -> list[int]:
+        """So many pages of each layer."""
+        counts = (count,) * len(self.shapes.pages)
+        return page_bytes(self.config, self.shapes.capacity, counts, self.shapes.dtype)
 
     def _hidden(self, rows: int) -> int:
         return _F32 * rows * self.config.hidden_size

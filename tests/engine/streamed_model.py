@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from novalm_jax import LLM, SamplingParams
-from streamed_helpers import Questions, with_slots
+from streamed_helpers import Questions, host_room, with_slots
 from tiny_checkpoints import tiny_checkpoint
 
 LAYERS, EXPERTS, CHOSEN = 3, 16, 3
@@ -26,13 +26,19 @@ def make_model(folder: Path) -> Path:
 
 
 def streamed(folder: Path, slots: int = 12, **options: Any) -> LLM:
-    """The model with as many experts on the device, in float32 and without a host tier unless `options` say else."""
+    """The model with as many experts on the device, in float32 and without a host tier unless `options` say else; see
+    `with_slots`."""
     return with_slots(folder, slots, **{"dtype": "float32", "host_memory": 0, **OPTIONS, **options})
 
 
 def record_size(dtype: str = "float32") -> int:
     """Bytes of an expert record."""
     return 3 * 16 * 32 * (4 if dtype == "float32" else 2)
+
+
+def host_memory(records: int, dtype: str = "float32") -> int:
+    """Room for so many of them on the host."""
+    return host_room(records, record_size(dtype))
 
 
 def live_arrays() -> list[jax.Array]:

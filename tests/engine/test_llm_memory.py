@@ -92,7 +92,7 @@ def test_the_least_budget_works_and_one_byte_less_is_refused_unread(tiny, option
     assert reads
 
 
-@pytest.mark.parametrize(("room", "least", "most"), [(100_000, 256, 384), (3_000_000, 1024, 8000)])
+@pytest.mark.parametrize(("room", "least", "most"), [(80_000, 256, 384), (3_000_000, 1024, 8000)])
 def test_the_context_is_cut_to_what_the_budget_holds_and_said_so(tmp_path, caplog, room, least, most):
     """In both ranges: with small prefill chunks, and with large ones that need far more workspace."""
     folder = tiny_checkpoint(tmp_path, "llama", max_position_embeddings=8192)
@@ -136,6 +136,33 @@ def test_no_step_takes_more_than_the_plan_says(tmp_path, monkeypatch, dtype):
         planned = llm.report().device_peak_bytes
     assert len(peaks) > 100
     assert 0.8 * planned < max(peaks) <= planned
+
+
+def test_pages_that_make_room_take_no_more_memory_while_they_are_on_their_way(tmp_path, monkeypatch):
+    """Of a request with more pages than are moved at a time, whatever was moved before is gone."""
+    folder = tiny_checkpoint(tmp_path / "model", max_position_embeddings=2048)
+    prompt = [5 + i * i % 200 for i in range(1400)]
+    live: dict[str, list[int]] = {}
+    launch = Executor._run
+
+    def measured(self: Executor, program: Any, *arguments: Any, **options: Any) -> Any:
+        name, _ = self._programs.name_of(program)
+        live.setdefault(name, []).append(sum(array.nbytes for array in jax.live_arrays()))
+        return launch(self, program, *arguments, **options)
+
+    with LLM(folder, max_batch=2) as llm:
+        kv = 34 * llm._executor.page_bytes[0]
+        expected = llm.logits(prompt)
+    monkeypatch.setattr(Executor, "_run", measured)
+    with LLM(folder, max_batch=2, kv_memory=kv) as llm:
+        stream = llm.stream(prompt, GREEDY)
+        next(stream)
+        assert np.array_equal(llm.logits(prompt), expected)
+        list(stream)
+        assert stream.completion.token_ids == llm.generate([prompt], GREEDY)[0].token_ids
+        assert llm._engine.scheduler.preemptions == 1
+    assert len(live["save pages"]) == len(live["load pages"]) == 3
+    assert len(set(live["save pages"])) == len(set(live["load pages"])) == 1
 
 
 def test_a_context_that_fits_is_not_cut(tiny, caplog):

@@ -1,12 +1,15 @@
-"""What `LLM` compiles and what it does not, and that no request feels its company, on tiny models of random weights."""
+"""What `LLM` compiles and what it does not, and that no request feels its company, nor what pages are shared, copied or
+moved, on tiny models of random weights."""
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +17,15 @@ import numpy as np
 import pytest
 
 from novalm_jax import LLM, SamplingParams, load_model
-from novalm_jax.checkpoint.load import abstract_model
+from novalm_jax.checkpoint.load import Checkpoint, abstract_model
+from novalm_jax.engine.estimate import Estimated
+from novalm_jax.engine.executor import Executor, Part, Saved
 from novalm_jax.engine.programs import Programs, Shapes
 from novalm_jax.models.families import find_family
+from novalm_jax.options import EngineOptions
 from tiny_checkpoints import BOS, EOS, TOKENS, tiny_checkpoint
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 SHORT = [5, 77, 3]
 LONG = [7 + i * 13 % 250 for i in range(50)]
 
@@ -114,7 +121,7 @@ def test_no_program_of_prefill_holds_logits_of_a_whole_prompt():
             "moe_intermediate_size": 16,
         }
     )
-    programs = Programs(abstract_model(config), Shapes(rows=2, capacity=1024, dtype=np.dtype(np.float32)))
+    programs = Programs(abstract_model(config), Shapes.of(config, 2, 1024, np.dtype(np.float32)))
     layer = config.layers[0]
     for tokens in (64, 512):
         parts = (
@@ -168,6 +175,80 @@ def test_rows_that_were_used_before_leave_nothing_behind(llm):
     (fresh,) = llm.generate(SHORT, params)
     llm.generate([[11] * 300] * 8, params)
     assert [replace(out, index=0) for out in llm.generate([SHORT] * 8, params)] == [fresh] * 8
+
+
+@pytest.mark.parametrize(("case", "dtype"), [("gpt_oss", "float32"), ("deepseek_v3", "bfloat16")])
+def test_requests_that_have_to_wait_on_the_host_go_on_with_the_same_bits(monkeypatch, case, dtype):
+    """With pages for little more than one of them: of layers that see everything and of windows, or of latents."""
+    folder, context = GOLDEN / case, 128
+    options: dict[str, Any] = {"dtype": dtype, "max_batch": 4, "context_length": context}
+    prompts = [[3 + (i * i * 7 + n) % 90 for i in range(length)] for n, length in enumerate((60, 30, 70, 20))]
+    params = SamplingParams(temperature=0, max_tokens=50, logprobs=2, ignore_eos=True)
+    drawn = replace(params, temperature=1.0, seed=3, frequency_penalty=1.0)
+    each = [params, drawn, drawn, params]
+    with LLM(folder, **options) as llm:
+        expected = llm.generate(prompts, each)
+        assert llm._engine.scheduler.preemptions == 0
+    sizes = Estimated(Checkpoint.open(folder).config, EngineOptions(**options))
+    with LLM(folder, kv_memory=sizes.kv_bytes(context, 3), **options) as llm:
+        scheduler, moved = llm._engine.scheduler, []
+        load = llm._executor.load
+
+        def noted(pages: Any, saved: Saved) -> None:
+            moved.append((saved.nbytes, sum(map(operator.mul, map(len, pages), llm._executor.page_bytes))))
+            load(pages, saved)
+
+        monkeypatch.setattr(llm._executor, "load", noted)
+        assert llm.generate(prompts, each) == expected
+        # On the host they take what is counted for them.
+        assert moved and all(held == counted for held, counted in moved)
+        assert scheduler.preemptions > 1 and scheduler.host_bytes == 0
+        assert llm.logits(prompts[2]).shape == (70, 96)
+        assert [pool.in_use for pool in scheduler.pages.pools] == [0] * len(scheduler.pages.pools)
+
+
+@pytest.fixture
+def computed(monkeypatch) -> list[tuple[int, int]]:
+    """Of every part of a prompt that is computed, where it begins and ends."""
+    noted: list[tuple[int, int]] = []
+    prefill = Executor.prefill
+
+    def counted(self: Executor, parts: Sequence[Part]) -> Any:
+        noted.extend((part.start, part.start + len(part.tokens)) for part in parts)
+        return prefill(self, parts)
+
+    monkeypatch.setattr(Executor, "prefill", counted)
+    return noted
+
+
+def test_a_prompt_that_was_seen_before_is_not_computed_again_and_no_bit_changes(llm, computed):
+    """But for what is no whole page, and for its last token."""
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, ignore_eos=True)
+    for length, parts in ((127, [(0, 127), (64, 127)]), (640, [(0, 512), (512, 640), (639, 640)])):
+        computed.clear()
+        tokens = [9 + (i * i + length) % 240 for i in range(length)]
+        assert llm.generate(tokens, params) == llm.generate(tokens, params)
+        assert computed == parts
+    # Others beside it, and it beside itself.
+    computed.clear()
+    first, second, other = llm.generate([tokens, tokens, tokens[:100] + LONG], params)
+    assert first == replace(second, index=0) == llm.generate(tokens, params)[0]
+    assert computed == [(639, 640), (639, 640), (64, 150), (639, 640)]
+    with LLM(llm._checkpoint.folder, dtype="float32", max_batch=1, prefix_cache=False) as alone:
+        assert alone.generate(tokens[:100] + LONG, params)[0] == replace(other, index=0)
+        assert alone.generate(tokens, params)[0] == first
+        assert computed[4:] == [(0, 150), (0, 512), (512, 640)]
+
+
+def test_choices_share_the_pass_of_their_prompt(llm, computed):
+    """Also those that there is no row for yet, which are more than run together."""
+    tokens = [7 + i * i % 200 for i in range(100)]
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=9, logprobs=1, ignore_eos=True)
+    choices = llm.generate(tokens, replace(params, n=11))
+    assert computed == [(0, 100), *[(64, 100)] * 3]
+    assert len({tuple(choice.token_ids) for choice in choices}) == 11
+    (alone,) = llm.generate(tokens, params)
+    assert alone == choices[0]
 
 
 @pytest.mark.parametrize("length", [64, 65, 511, 512, 513, 700])

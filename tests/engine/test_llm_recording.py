@@ -17,7 +17,7 @@ from novalm_jax.experts.slots import NOWHERE
 from novalm_jax.experts.traces import Trace, read_trace
 from novalm_jax.generate import main
 from streamed_helpers import assert_same, executor_of
-from streamed_model import CHOSEN, EXPERTS, GREEDY, IDS, LAYERS, OPTIONS, QUESTIONS, record_size, streamed
+from streamed_model import CHOSEN, EXPERTS, GREEDY, IDS, LAYERS, OPTIONS, QUESTIONS, host_memory, record_size, streamed
 from tiny_checkpoints import tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("shared")
@@ -97,7 +97,7 @@ def test_the_most_used_experts_are_there_from_the_start_and_no_bit_changes(
     moe_folder, resident, profile, host, policy
 ) -> None:
     path, order = profile
-    options = {"host_memory": host * record_size(), "policy": policy, "expert_profile": path}
+    options = {"host_memory": host_memory(host), "policy": policy, "expert_profile": path}
     with streamed(moe_folder, 12, **options) as llm:
         report, streamer = llm.report(), executor_of(llm)._experts
         assert (report.experts_on_device, report.uploads, report.expert_misses) == (12, 0, 0)

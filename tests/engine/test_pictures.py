@@ -16,7 +16,7 @@ from novalm_jax.engine.report import Report
 from novalm_jax.errors import OptionError
 from novalm_jax.experts.expert_map import DEVICE, DISK, HOST, ExpertMap
 from novalm_jax.timeline import Timeline
-from streamed_model import CHOSEN, EXPERTS, GREEDY, IDS, LAYERS, OPTIONS, record_size, streamed
+from streamed_model import CHOSEN, EXPERTS, GREEDY, IDS, LAYERS, OPTIONS, host_memory, streamed
 from tiny_checkpoints import tiny_checkpoint
 
 
@@ -58,7 +58,7 @@ def test_a_stretch_of_a_timeline_is_cut_at_its_ends(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("shared")
 def test_a_report_knows_where_every_expert_is(moe_folder) -> None:
-    with streamed(moe_folder, 12, host_memory=20 * record_size()) as llm:
+    with streamed(moe_folder, 12, host_memory=host_memory(20)) as llm:
         llm.generate([IDS[:20]], GREEDY)
         report = llm.report()
     use = report.experts

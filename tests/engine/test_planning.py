@@ -101,10 +101,11 @@ def test_the_plan_of_a_budget_is_what_the_engine_does_with_it(folder: Path, shar
     room = least + int(share * LAYERS * EXPERTS * RECORD)
     real = place(checkpoint, replace(options, device_memory=room))
     sizes = Estimated(checkpoint.config, options)
-    bound = sizes.resident(64) if real.resident else sizes.streamed(64, real.slots, real.pass_chunks, None)
+    bound = sizes.resident(64, 1) if real.resident else sizes.streamed(64, 1, real.slots, real.pass_chunks, None)
     more = bound.parts["workspace"] - real.plan.parts["workspace"]
     found = fit(sizes, Budgets(room + more, 20 * RECORD), options, "model")
-    assert found == Fit(found.plan, 64, real.slots, real.host_slots, real.pass_chunks, None)
+    assert found == Fit(found.plan, 64, 1, 0, real.slots, real.host_slots, real.pass_chunks, None)
+    assert real.pages == 1
     assert found.plan.device_bytes == real.plan.device_bytes + more <= room + more
     assert (real.slots, real.host_slots) == {0.0: (2, 20), 0.3: (16, 20), 0.6: (30, 20), 1.5: (0, 0)}[share]
     if not real.resident and more < share * LAYERS * EXPERTS * RECORD:
@@ -129,9 +130,65 @@ def test_smaller_records_make_more_slots(folder: Path) -> None:
     options = EngineOptions(max_batch=1, context_length=64)
     large, small = (Estimated(Checkpoint.open(folder).config, options, bits) for bits in (None, 4.25))
     assert (large.record_bytes, small.record_bytes) == (3 * 16 * 32 * 2, 3 * 16 * 32 * 17 // 32)
-    budgets = Budgets(large.streamed(64, 6, 1, None).device_bytes, 0)
+    budgets = Budgets(large.streamed(64, 1, 6, 1, None).device_bytes, 0)
     assert fit(large, budgets, options, "model").slots == 6
     assert fit(small, budgets, options, "model").slots == 9 * large.record_bytes // small.record_bytes - 3 == 30
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_is_left_becomes_pages_until_all_requests_have_theirs(folder: Path) -> None:
+    """One request of the whole context has room at least, and the host has some for those that wait."""
+    options = EngineOptions(max_batch=4, context_length=256)
+    sizes = Estimated(Checkpoint.open(folder).config, options)
+    one, all_of_them = (sizes.resident(256, pages).device_bytes for pages in (4, 16))
+    page = sizes.kv_bytes(256, 5) - sizes.kv_bytes(256, 4)
+    for room, pages in ((0, 4), (page - 1, 4), (page, 5), (7 * page, 11), (all_of_them - one, 16), (10**9, 16)):
+        found = fit(sizes, Budgets(one + room, 10**9), options, "model")
+        assert (found.resident, found.pages, found.plan) == (True, pages, sizes.resident(256, pages))
+        assert found.kv_host_bytes == (0 if pages == 16 else 3 * sizes.kv_bytes(256, 4))
+    # An eighth of host memory at most.
+    assert fit(sizes, Budgets(one, 80_000), options, "model").kv_host_bytes == 10_000
+
+
+def test_experts_that_are_streamed_leave_a_quarter_of_memory_to_pages(folder: Path) -> None:
+    options = EngineOptions(max_batch=4, context_length=256, dense_weights="device")
+    sizes = Estimated(Checkpoint.open(folder).config, options)
+    budget = sizes.resident(256, 4).device_bytes - 1
+    found = fit(sizes, Budgets(budget, 10**9), options, "model")
+    assert found.slots > CHOSEN and 4 < found.pages < 16
+    assert sizes.kv_bytes(256, found.pages) <= budget / 4 < sizes.kv_bytes(256, found.pages + 1)
+    assert found.kv_host_bytes == 3 * sizes.kv_bytes(256, 4)
+    # What is said counts, where it is said.
+    found = fit(sizes, Budgets(budget, 10**9), replace(options, kv_memory=sizes.kv_bytes(256, 6)), "model")
+    assert found.pages == 6
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("pages", [4, 6, 16, 99])
+def test_pages_take_no_more_than_is_said(folder: Path, pages: int) -> None:
+    checkpoint = Checkpoint.open(folder)
+    options = EngineOptions(dtype="float32", max_batch=4, context_length=256, host_memory=10**6)
+    sizes = Estimated(checkpoint.config, options)
+    options = replace(options, kv_memory=sizes.kv_bytes(256, pages) + 1)
+    placed, found = place(checkpoint, options), fit(sizes, Budgets(10**9, 10**6), options, "model")
+    assert placed.pages == found.pages == min(pages, 16) and placed.kv_host_bytes == found.kv_host_bytes
+    assert placed.plan.parts["KV cache"] == sizes.kv_bytes(256, placed.pages) == placed.programs.page_bytes
+
+
+def test_a_request_has_room_in_what_pages_may_take(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoint = Checkpoint.open(folder)
+    options = EngineOptions(dtype="float32", max_batch=4, context_length=256)
+    sizes = Estimated(checkpoint.config, options)
+    for budget in (10**9, sizes.streamed(256, 4, 6, 1, None).device_bytes):
+        little = replace(options, kv_memory=sizes.kv_bytes(256, 4) - 1)
+        with pytest.raises(OptionError, match=r"kv_memory: \S+ [KM]iB is too little for a request of 256 tokens"):
+            fit(sizes, Budgets(budget, 0), little, "model")
+        # Where the context is not said, it is what there is room for.
+        found = fit(sizes, Budgets(budget, 0), replace(little, context_length="auto"), "model")
+        assert found.context_length == 192 if found.resident else found.context_length in (64, 128)
+        assert sizes.kv_bytes(found.context_length, found.pages) <= sizes.kv_bytes(256, 4) - 1
 
 
 # --- hits ------------------------------------------------------------------------------------------------------------
@@ -145,7 +202,7 @@ def test_hits_come_from_where_the_options_say(folder: Path, tmp_path: Path, caps
     uses[:, :4] = 0.46
     write_profile(ExpertProfile("profile", uses, 100), tmp_path / "profile.npz")
     config, engine = Checkpoint.open(folder).config, EngineOptions(max_batch=1, context_length=64)
-    memory = Estimated(config, engine).streamed(64, 12, 1, None).device_bytes
+    memory = Estimated(config, engine).streamed(64, 1, 12, 1, None).device_bytes
     record = 3 * 16 * 32 * 2
     fixed = [str(folder), "--device-memory", str(memory), "--host-memory", str(30 * record), "--context-length", "64"]
     found = planned(capsys, *fixed, "--routing", str(tmp_path / "few.npz"))
@@ -177,21 +234,21 @@ def test_a_prompt_moves_what_is_on_neither_tier(folder: Path) -> None:
     forecaster = Forecaster(config, np.dtype(np.float16), record, machine)
     kept, in_turn, from_disk = (Part(name, (), None, size) for name, size in (("a", 500), ("b", 7000), ("c", 9000)))
     dense = DensePlan((kept, in_turn, from_disk), kept, frozenset({0}), frozenset({1}))
-    fit_of = partial(Fit, MemoryPlan({}), 200, 12, 30)
+    fit_of = partial(Fit, MemoryPlan({}), 200, 4, slots=12, host_slots=30)
     chunk = prefill_rows(capacity_for(200))[-1]
     passes = -(-200 // chunk)
     needed = LAYERS * 16 * (1 - (1 - 2 / 16) ** -(-200 // passes))
     for plan_of_dense, moved, read in ((None, 0, 0), (dense, 16000, 9000)):
-        found = _prefill(forecaster, options, fit_of(1, plan_of_dense))
+        found = _prefill(forecaster, options, fit_of(dense=plan_of_dense))
         assert found.parts["link"] == pytest.approx(passes * (needed * record * 36 / 48 + moved) / 1e5)
         assert found.parts["disk"] == pytest.approx(passes * (needed * record * 18 / 48 + read) / 1e4)
         assert found.seconds == found.parts["disk"]
     # Without host memory, what has a slot is not read either.
-    alone = _prefill(forecaster, options, Fit(MemoryPlan({}), 200, 30))
+    alone = _prefill(forecaster, options, Fit(MemoryPlan({}), 200, 4, slots=30))
     assert alone.parts["disk"] == pytest.approx(passes * needed * record * 18 / 48 / 1e4)
     # Chunks that share a pass move half as much, or less, and a resident model moves nothing.
-    assert _prefill(forecaster, options, fit_of(passes, None)).parts["link"] <= needed * record / 1e5
-    still = _prefill(forecaster, options, Fit(MemoryPlan({}), 200))
+    assert _prefill(forecaster, options, fit_of(pass_chunks=passes)).parts["link"] <= needed * record / 1e5
+    still = _prefill(forecaster, options, Fit(MemoryPlan({}), 200, 4))
     assert still.parts["link"] == still.parts["disk"] == 0
 
 
@@ -258,7 +315,7 @@ def test_the_command_it_gives_runs(folder: Path, capsys: pytest.CaptureFixture[s
     from novalm_jax import generate
 
     engine = EngineOptions(max_batch=1, context_length=64)
-    memory = str(Estimated(Checkpoint.open(folder).config, engine).streamed(64, 12, 1, None).device_bytes)
+    memory = str(Estimated(Checkpoint.open(folder).config, engine).streamed(64, 1, 12, 1, None).device_bytes)
     given = ["--device-memory", memory, "--host-memory", "1MiB", "--context-length", "64"]
     found = planned(capsys, str(folder), *given)
     assert 0 < found["tiers"]["device"] < LAYERS * EXPERTS

@@ -6,6 +6,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,15 +15,40 @@ import pytest
 
 from novalm_jax import LLM
 from novalm_jax.checkpoint.files import TensorReader
+from novalm_jax.checkpoint.load import Checkpoint
 from novalm_jax.compat import copy_to_device, program_bytes
+from novalm_jax.engine.estimate import Estimated
 from novalm_jax.engine.executor import Executor
 from novalm_jax.errors import BudgetError
 from novalm_jax.experts import fetcher as fetcher_module
 from novalm_jax.experts.host_tier import HostTier
 from novalm_jax.experts.pools import DevicePool
 from novalm_jax.experts.records import RecordReader
-from streamed_helpers import assert_it_streamed, assert_same, executor_of, least_bytes, wait_for_prefetches, with_slots
-from streamed_model import BRIEF, CHOSEN, EXPERTS, GREEDY, IDS, LAYERS, OPTIONS, QUESTIONS, record_size, streamed
+from novalm_jax.options import EngineOptions
+from streamed_helpers import (
+    assert_it_streamed,
+    assert_nothing_is_held,
+    assert_same,
+    executor_of,
+    for_requests,
+    least_bytes,
+    set_pass_chunks,
+    wait_for_prefetches,
+    with_slots,
+)
+from streamed_model import (
+    BRIEF,
+    CHOSEN,
+    EXPERTS,
+    GREEDY,
+    IDS,
+    LAYERS,
+    OPTIONS,
+    QUESTIONS,
+    host_memory,
+    record_size,
+    streamed,
+)
 from tiny_checkpoints import tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("shared")
@@ -48,7 +74,7 @@ def test_every_placement_gives_the_bits_of_the_resident_run(
     moe_folder, resident, monkeypatch, slots, host, prefetch, policy, dtype
 ):
     wait_for_prefetches(monkeypatch)
-    options = {"dtype": dtype, "prefetch": prefetch, "policy": policy, "host_memory": host * record_size(dtype)}
+    options = {"dtype": dtype, "prefetch": prefetch, "policy": policy, "host_memory": host_memory(host, dtype)}
     with streamed(moe_folder, slots, **options) as llm:
         assert executor_of(llm).programs.slots == slots
         assert_same(QUESTIONS.ask(llm), resident[dtype])
@@ -58,31 +84,69 @@ def test_every_placement_gives_the_bits_of_the_resident_run(
         assert (report.experts_on_disk == 0) == (host == ALL)
 
 
-def test_prompts_side_by_side_and_in_turns_with_decoding(moe_folder, monkeypatch):
+@pytest.fixture(scope="module")
+def long(moe_folder) -> Path:
+    """A model of a longer context, and of so many experts that those that are streamed leave room for pages."""
+    fields = {"num_experts": 2 * EXPERTS, "num_experts_per_tok": CHOSEN, "max_position_embeddings": 2048}
+    return tiny_checkpoint(moe_folder.parent / "long", "qwen3_moe", num_hidden_layers=4, scale=0.15, **fields)
+
+
+PROMPTS = [[5 + (i * i + n) % 250 for i in range(length)] for n, length in enumerate((1300, 62, 700))]
+
+
+LONG_OPTIONS: dict[str, Any] = {"max_batch": 3, "context_length": 1500, "dtype": "float32", "prefix_cache": False}
+
+
+def streamed_long(long: Path) -> LLM:
+    """With a few slots, and pages for all of these prompts at a time."""
+    sizes = Estimated(Checkpoint.open(long).config, EngineOptions(**LONG_OPTIONS))
+    one, all_of_them = (sizes.kv_bytes(1500, pages) for pages in (24, 21 + 2 + 12))
+    options: dict[str, Any] = LONG_OPTIONS | {"kv_memory": all_of_them, "dense_weights": "device", "host_memory": 0}
+    memory = least_bytes(long, **options) + all_of_them - one + 12 * record_size()
+    llm = LLM(long, device_memory=memory, **options)
+    assert CHOSEN < executor_of(llm).programs.slots < 16 and llm._placement.pages == 35
+    return llm
+
+
+def test_prompts_side_by_side_and_in_turns_with_decoding(long, monkeypatch):
     """Several chunks share a pass over the experts, which stops at every layer for those that decode."""
-    long = tiny_checkpoint(
-        moe_folder.parent / "long",
-        "qwen3_moe",
-        num_experts=EXPERTS,
-        num_experts_per_tok=CHOSEN,
-        max_position_embeddings=2048,
-        scale=0.15,
-    )
-    options: dict[str, Any] = {"max_batch": 3, "context_length": 1500, "dtype": "float32"}
-    prompts = [[5 + (i * i + n) % 250 for i in range(length)] for n, length in enumerate((1300, 9, 700))]
-    with LLM(long, **options) as llm:
-        expected = [out.token_ids for out in llm.generate(prompts, GREEDY)]
-        logits = llm.logits(prompts[0])
+    with LLM(long, **LONG_OPTIONS) as llm:
+        expected = [out.token_ids for out in llm.generate(PROMPTS, GREEDY)]
+        logits = llm.logits(PROMPTS[0])
     monkeypatch.setattr("novalm_jax.engine.engine.PREFILL_SLICE", 0.0)
-    with with_slots(long, 12, host_memory=0, **options) as llm:
+    with streamed_long(long) as llm:
         for pass_chunks in (1, 3, 99):
-            executor_of(llm)._pass_chunks = pass_chunks
+            set_pass_chunks(llm, pass_chunks)
             before = llm.report().uploads
-            assert llm.logits(prompts[0]).tobytes() == logits.tobytes()
+            assert llm.logits(PROMPTS[0]).tobytes() == logits.tobytes()
             uploads = llm.report().uploads - before
             # Chunks that share a pass share its uploads.
-            assert uploads < 2 * EXPERTS * (3 if pass_chunks == 1 else 1) + 1
-            assert [out.token_ids for out in llm.generate(prompts, GREEDY)] == expected
+            assert uploads < 4 * 2 * EXPERTS * (3 if pass_chunks == 1 else 1) + 1
+            assert [out.token_ids for out in llm.generate(PROMPTS, GREEDY)] == expected
+        assert_nothing_is_held(llm)
+
+
+def test_a_prompt_that_is_given_up_in_the_middle_of_a_pass_changes_no_bit_of_the_others(long, monkeypatch):
+    """A page of it is another request's before its last layers come."""
+    monkeypatch.setattr("novalm_jax.engine.engine.PREFILL_SLICE", 0.0)
+    with streamed_long(long) as llm:
+        set_pass_chunks(llm, 99)
+        expected = [out.text for out in llm.generate(PROMPTS[:2], GREEDY)]
+        running = llm.stream(PROMPTS[1], GREEDY)
+        while running.token_count < 2:
+            running.advance()
+        given_up, kept = llm.streams([PROMPTS[2], PROMPTS[0]], GREEDY)
+        running.advance()
+        engine = llm._engine
+        assert engine._pass is not None and len(engine._pass.takes) == 2
+        pages = set(given_up._request.held.tables[0])
+        given_up.close()
+        assert len(pages) == 11 and engine.scheduler.pages.pools[0].in_use == 1 + 21
+        running.advance()
+        # Half of the layers are still to come.
+        assert running._request.held.tables[0][1] in pages and engine._pass is not None
+        assert ["".join(kept), "".join(running)] == expected
+        assert_nothing_is_held(llm)
 
 
 def test_one_slot_is_enough(moe_folder, resident, monkeypatch):
@@ -109,7 +173,7 @@ def test_delays_anywhere_change_nothing(moe_folder, resident, monkeypatch, host)
     monkeypatch.setattr(RecordReader, "read_into", late(RecordReader.read_into))
     monkeypatch.setattr(fetcher_module, "copy_to_device", late(fetcher_module.copy_to_device))
     monkeypatch.setattr(DevicePool, "insert", late(DevicePool.insert))
-    with streamed(moe_folder, host_memory=host * record_size()) as llm:
+    with streamed(moe_folder, host_memory=host_memory(host)) as llm:
         for seed in range(20):
             draw = np.random.default_rng(seed)
             before = llm.report()
@@ -143,7 +207,7 @@ def test_slots_of_the_host_tier_do_not_matter_after_their_record_left(moe_folder
         return slot
 
     monkeypatch.setattr(HostTier, "make_room", spoiling)
-    with streamed(moe_folder, host_memory=6 * record_size()) as llm:
+    with streamed(moe_folder, host_memory=host_memory(6)) as llm:
         assert_same(QUESTIONS.ask(llm), resident["float32"])
     assert next(spoiled) > 100
 
@@ -213,12 +277,13 @@ def on_device() -> int:
 
 
 def test_spare_memory_becomes_slots_and_all_of_it_a_resident_model(moe_folder):
-    with LLM(moe_folder, dtype="float32", **OPTIONS) as llm:
+    options = for_requests(1, moe_folder, dtype="float32", **OPTIONS)
+    with LLM(moe_folder, **options) as llm:
         peak = llm.report().device_peak_bytes
-    with LLM(moe_folder, device_memory=peak - 1, dtype="float32", **OPTIONS) as llm:
+    with LLM(moe_folder, device_memory=peak - 1, **options) as llm:
         # Some of it lets chunks of a prompt share a pass.
         assert 30 <= executor_of(llm).programs.slots < 48
-    with LLM(moe_folder, device_memory=peak, dtype="float32", **OPTIONS) as llm:
+    with LLM(moe_folder, device_memory=peak, **options) as llm:
         llm.generate([IDS[:8]], GREEDY)
         before = llm.report().launches
         llm.generate([IDS[:8]], GREEDY)

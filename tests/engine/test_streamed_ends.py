@@ -25,8 +25,8 @@ from novalm_jax.experts import fetcher as fetcher_module
 from novalm_jax.experts.records import Record, RecordReader
 from novalm_jax.experts.streamer import Streamer
 from novalm_jax.options import ConvertOptions
-from streamed_helpers import assert_same, assert_threads_end_with, executor_of
-from streamed_model import BRIEF, CHOSEN, GREEDY, IDS, LAYERS, QUESTIONS, live_arrays, make_model, record_size, streamed
+from streamed_helpers import assert_nothing_is_held, assert_same, assert_threads_end_with, executor_of, set_pass_chunks
+from streamed_model import BRIEF, CHOSEN, GREEDY, IDS, LAYERS, QUESTIONS, host_memory, live_arrays, make_model, streamed
 
 pytestmark = pytest.mark.usefixtures("shared")
 
@@ -135,7 +135,7 @@ def check_it_is_over(llm: LLM, error: type[Exception] = CheckpointError, says: s
 
 @pytest.mark.parametrize(("prefetch", "host"), [("off", 0), ("lookahead", 6)])
 def test_a_read_that_fails_is_told_to_every_thread_that_waits(damage, prefetch, host):
-    llm = streamed(damage.folder, 6, host_memory=host * record_size(), prefetch=prefetch)
+    llm = streamed(damage.folder, 6, requests=3, host_memory=host_memory(host), prefetch=prefetch)
     all_stream = threading.Barrier(3, action=damage)
 
     def read(length: int) -> str:
@@ -151,8 +151,8 @@ def test_a_read_that_fails_is_told_to_every_thread_that_waits(damage, prefetch, 
 
 @pytest.mark.parametrize("asked", ["texts", "logits"])
 def test_a_read_that_fails_in_the_middle_of_a_prompt_ends_everything(damage, monkeypatch, asked):
-    llm = streamed(damage.folder, 12)
-    executor_of(llm)._pass_chunks = 1
+    llm = streamed(damage.folder, 12, requests=2)
+    set_pass_chunks(llm, 1)
     running = llm.stream(IDS[:5], ENDLESS)
     next(running)
     waves, calls = Streamer.waves, itertools.count(1)
@@ -174,7 +174,7 @@ def test_a_read_that_fails_in_the_middle_of_a_prompt_ends_everything(damage, mon
 
 @pytest.mark.parametrize("host", [0, 6])
 def test_a_read_ahead_that_fails_ends_everything_before_anybody_waits_for_it(moe_folder, monkeypatch, host):
-    llm = streamed(moe_folder, CHOSEN, host_memory=host * record_size(), prefetch="lookahead")
+    llm = streamed(moe_folder, CHOSEN, host_memory=host_memory(host), prefetch="lookahead")
     under_way, read, preadv = executor_of(llm).streamer._fetcher._under_way, RecordReader._read, os.preadv
     here = threading.local()
     ahead = []
@@ -265,7 +265,7 @@ def close_while_it_runs(llm: LLM, monkeypatch: pytest.MonkeyPatch, at: int, ask:
 @pytest.mark.parametrize("prefetch", ["off", "lookahead"])
 def test_closing_in_the_middle_of_a_prompt_from_another_thread(moe_folder, monkeypatch, prefetch):
     llm = streamed(moe_folder, CHOSEN, prefetch=prefetch)
-    executor_of(llm)._pass_chunks = 1
+    set_pass_chunks(llm, 1)
     layers = close_while_it_runs(llm, monkeypatch, LAYERS + 1, lambda: llm.generate([LONG], ENDLESS))
     # No layer began after the one that was running.
     assert layers == LAYERS + 2
@@ -305,12 +305,12 @@ def test_an_interrupted_wait_leaves_a_model_that_goes_on(moe_folder, resident, m
 @pytest.mark.parametrize("lines", [1499, pytest.param(97, marks=pytest.mark.slow)])
 def test_an_interrupt_at_any_line_of_a_long_prompt_leaves_a_model_that_goes_on(moe_folder, resident, host, lines):
     """At every so many lines of those that the package runs for two prompts side by side and two tokens more."""
-    with streamed(moe_folder, 6, host_memory=host * record_size()) as llm:
-        executor_of(llm)._pass_chunks = 1
+    with streamed(moe_folder, 6, requests=2, host_memory=host_memory(host)) as llm:
+        set_pass_chunks(llm, 1)
         few = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         line = 1 + host
         while interrupted_at(line, lambda: llm.generate([LONG, IDS[:3]], few), "novalm_jax/"):
             assert_same(BRIEF.ask(llm), resident["brief"])
-            assert llm._engine._free_rows() == [0, 1, 2]
+            assert_nothing_is_held(llm)
             line += lines
         assert line > 10 * lines

@@ -21,7 +21,7 @@ from novalm_jax.experts.pools import DevicePool
 from novalm_jax.experts.streamer import Streamer
 from novalm_jax.models.decoder import Routed
 from streamed_helpers import Answers, assert_same, wait_for_prefetches
-from streamed_model import CHOSEN, QUESTIONS, record_size, streamed
+from streamed_model import CHOSEN, QUESTIONS, host_memory, streamed
 
 Patch = pytest.MonkeyPatch
 
@@ -181,7 +181,7 @@ def _last_wave_alone(patch: Patch) -> None:
 
 
 FROM_DISK = {"host_memory": 0, "prefetch": "off"}
-FROM_HOST = {"host_memory": 4 * record_size(), "prefetch": "off"}
+FROM_HOST = {"host_memory": host_memory(4), "prefetch": "off"}
 AHEAD = {"host_memory": 0, "prefetch": "lookahead"}
 MOVING = [
     *((fault, FROM_DISK) for fault in (_wrong_slot, _stale_residency, _evicted_in_use)),

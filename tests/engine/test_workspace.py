@@ -22,7 +22,8 @@ from workspace_helpers import assert_bounded, grown_config
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
-SHAPES = ((2, 128), (8, 1024))
+SHAPES = ((2, 128, None), (8, 1024, 20), (1, 64, 1))
+"""Requests that run together, tokens of each, and pages; None: for all of these tokens."""
 
 
 def standard() -> ModelConfig:
@@ -40,8 +41,10 @@ def sparse_layers(config: ModelConfig) -> list[LayerConfig]:
     return [layer for layer in dict.fromkeys(config.layers) if isinstance(layer.feed_forward, MoEConfig)]
 
 
-def programs_of(config: ModelConfig, dtype: str, rows: int, capacity: int) -> tuple[Programs, StreamedPrograms | None]:
-    model, shapes = abstract_model(config, dtype), Shapes(rows, capacity, np.dtype(jnp.dtype(dtype)))
+def programs_of(
+    config: ModelConfig, dtype: str, rows: int, context: int, pages: int | None = None
+) -> tuple[Programs, StreamedPrograms | None]:
+    model, shapes = abstract_model(config, dtype), Shapes.of(config, rows, context, np.dtype(jnp.dtype(dtype)), pages)
     return Programs(model, shapes), StreamedPrograms(model, shapes, 8) if sparse_layers(config) else None
 
 
@@ -62,6 +65,7 @@ def compile_all(programs: Programs) -> None:
             programs.experts(layer, count)
     for count in rows:
         programs.decode(count)
+    programs._compile_moves()
 
 
 def compile_all_streamed(programs: StreamedPrograms) -> None:
@@ -99,26 +103,32 @@ def test_a_plan_of_the_standard_model_needs_no_compiler(compiled_standard):
     resident, streamed = compiled_standard
     options = EngineOptions(dtype="bfloat16", max_batch=2)
     for programs, slots in ((resident, None), (streamed, streamed.slots)):
-        parts = dict(estimate_plan(resident.config, options, 1024, slots, pass_chunks=3).parts)
+        parts = dict(estimate_plan(resident.config, options, 1024, slots=slots, pass_chunks=3).parts)
         assert programs.workspace_bytes() <= parts.pop("workspace") <= 1.5 * programs.workspace_bytes()
         assert parts.pop("sampler") > 10 * 2 * 32000
         assert parts.pop("prefill chunks", 0) == (0 if slots is None else 2 * streamed.chunk_bytes)
-        held = {"KV cache": programs.cache_bytes, "prompt that waits": programs.paused_bytes}
+        held = {"KV cache": programs.page_bytes, "prompt that waits": programs.paused_bytes}
         assert parts == programs.weight_bytes | held
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_counted_exactly(case, dtype):
+def test_weights_and_pages_are_counted_exactly(case, dtype):
+    """Three pages are less than two requests of 128 tokens can fill."""
     config = golden_config(case)
-    programs = Programs(abstract_model(config, dtype), Shapes(2, 128, np.dtype(jnp.dtype(dtype))))
-    parts = estimate_plan(config, EngineOptions(dtype=dtype, max_batch=2), 128).parts
+    programs = Programs(abstract_model(config, dtype), Shapes.of(config, 2, 128, np.dtype(jnp.dtype(dtype)), 3))
+    parts = estimate_plan(config, EngineOptions(dtype=dtype, max_batch=2), 128, 3).parts
     assert {name: parts[name] for name in ("dense weights", "experts")} == programs.weight_bytes
-    assert (parts["KV cache"], parts["prompt that waits"]) == (programs.cache_bytes, programs.paused_bytes)
+    assert (parts["KV cache"], parts["prompt that waits"]) == (programs.page_bytes, programs.paused_bytes)
 
 
 # Attention of either kind, with sinks and biases; experts of matrices that lie the other way round.
-GROWN = [("deepseek_v3", "bfloat16", (2, 128)), ("gpt_oss", "float32", (8, 1024)), ("dbrx", "bfloat16", (1, 512))]
+GROWN = [
+    ("deepseek_v3", "bfloat16", (2, 128, None)),
+    ("gpt_oss", "float32", (8, 1024, 20)),
+    ("dbrx", "bfloat16", (1, 512, None)),
+    ("mixtral", "bfloat16", (1, 64, 1)),
+]
 
 
 @pytest.mark.parametrize(("case", "dtype", "shape"), GROWN)
@@ -130,6 +140,7 @@ def test_bounds_of_larger_layers(case, dtype, shape):
     resident.decode(rows)
     resident.attend(layer, tokens)
     resident.experts(layer, tokens)
+    resident._compile_moves()
     assert streamed is not None
     streamed.attend_step(layer, rows)
     streamed.first_wave(layer, tokens)

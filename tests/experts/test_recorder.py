@@ -37,22 +37,19 @@ def choices(*layers: list[list[int]]) -> Any:
 
 
 def recorded(config: ModelConfig) -> Recorder:
-    """Two sequences, one after the other in row 0, and one beside them."""
+    """Three sequences, of which two run side by side at a time."""
     recorder = Recorder(config, "a model", record_bytes=99, keeps_rows=True)
-    recorder.begin(0)
     # Padding follows the rows that there are.
     recorder.step([0], choices([[3, 1], [6, 6]], [[0, 5], [6, 6]]))
-    recorder.begin(2)
-    recorder.step([2, 0], choices([[3, 2], [1, 4]], [[5, NONE], [5, 4]]))
-    recorder.begin(0)
-    recorder.step([0, 2], choices([[3, 5], [0, 4]], [[5, 1], [5, 3]]))
+    recorder.step([7, 0], choices([[3, 2], [1, 4]], [[5, NONE], [5, 4]]))
+    recorder.step([8, 7], choices([[3, 5], [0, 4]], [[5, 1], [5, 3]]))
     return recorder
 
 
 def test_a_trace_has_the_rows_of_every_step_with_their_sequences(config) -> None:
     trace = recorded(config).trace()
     assert trace is not None
-    assert trace.sequence.tolist() == [0, 1, 0, 2, 1] and trace.step.tolist() == [1, 2, 2, 3, 3]
+    assert trace.sequence.tolist() == [0, 7, 0, 8, 7] and trace.step.tolist() == [1, 2, 2, 3, 3]
     assert trace.layers.tolist() == [0, 2] and (trace.num_experts, trace.record_bytes) == (6, 99)
     assert trace.experts[0].tolist() == [[3, 1], [0, 5]] and trace.experts[1].tolist() == [[3, 2], [5, NONE]]
     # Rank 1 of row 1 in layer 1 of the last step.
@@ -71,7 +68,6 @@ def test_uses_are_counted_without_padding_and_without_what_was_not_chosen(config
 def test_nothing_is_kept_that_nobody_asked_for_nor_more_than_there_is_room_for(config, monkeypatch) -> None:
     assert Recorder(config).trace() is None and Recorder(config).profile() is None
     counting = Recorder(config)
-    counting.begin(0)
     counting.step([0], choices([[3, 1]], [[0, 5]]))
     assert counting.trace() is None and counting.tokens == 1
     # A token takes two layers, two choices, and two numbers of two bytes each.
