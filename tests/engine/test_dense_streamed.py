@@ -163,7 +163,7 @@ def test_a_head_with_a_bias_is_cut_with_it(monkeypatch, dtype):
         assert llm.logits(ids, decode_from=30).tobytes() == logits.tobytes()
 
 
-def test_prompts_of_several_chunks_in_turns_with_decoding(folders, monkeypatch):
+def test_prompts_of_several_chunks_in_turns_with_decoding(folders):
     """Each has a turn of its own over the parts, which the other comes into."""
     long = tiny_checkpoint(folders["llama"].parent / "long", "qwen3_moe", num_experts=8, max_position_embeddings=2048)
     options: dict[str, Any] = {"max_batch": 3, "context_length": 1500, "dtype": "float32"}
@@ -171,7 +171,7 @@ def test_prompts_of_several_chunks_in_turns_with_decoding(folders, monkeypatch):
     with LLM(long, **options) as llm:
         texts = [out.token_ids for out in llm.generate(prompts, GREEDY)]
         logits = llm.logits(prompts[0])
-    monkeypatch.setattr("novalm_jax.engine.engine.PREFILL_SLICE", 0.0)
+    options["prefill_seconds"] = 0
     with smallest(long, **options) as llm:
         assert llm.logits(prompts[0]).tobytes() == logits.tobytes()
         assert [out.token_ids for out in llm.generate(prompts, GREEDY)] == texts

@@ -94,7 +94,10 @@ def long(moe_folder) -> Path:
 PROMPTS = [[5 + (i * i + n) % 250 for i in range(length)] for n, length in enumerate((1300, 62, 700))]
 
 
-LONG_OPTIONS: dict[str, Any] = {"max_batch": 3, "context_length": 1500, "dtype": "float32", "prefix_cache": False}
+LONG_OPTIONS: dict[str, Any] = {
+    **{"max_batch": 3, "context_length": 1500, "dtype": "float32"},
+    **{"prefix_cache": False, "prefill_seconds": 0},
+}
 
 
 def streamed_long(long: Path) -> LLM:
@@ -108,12 +111,11 @@ def streamed_long(long: Path) -> LLM:
     return llm
 
 
-def test_prompts_side_by_side_and_in_turns_with_decoding(long, monkeypatch):
+def test_prompts_side_by_side_and_in_turns_with_decoding(long):
     """Several chunks share a pass over the experts, which stops at every layer for those that decode."""
     with LLM(long, **LONG_OPTIONS) as llm:
         expected = [out.token_ids for out in llm.generate(PROMPTS, GREEDY)]
         logits = llm.logits(PROMPTS[0])
-    monkeypatch.setattr("novalm_jax.engine.engine.PREFILL_SLICE", 0.0)
     with streamed_long(long) as llm:
         for pass_chunks in (1, 3, 99):
             set_pass_chunks(llm, pass_chunks)
@@ -126,9 +128,8 @@ def test_prompts_side_by_side_and_in_turns_with_decoding(long, monkeypatch):
         assert_nothing_is_held(llm)
 
 
-def test_a_prompt_that_is_given_up_in_the_middle_of_a_pass_changes_no_bit_of_the_others(long, monkeypatch):
+def test_a_prompt_that_is_given_up_in_the_middle_of_a_pass_changes_no_bit_of_the_others(long):
     """A page of it is another request's before its last layers come."""
-    monkeypatch.setattr("novalm_jax.engine.engine.PREFILL_SLICE", 0.0)
     with streamed_long(long) as llm:
         set_pass_chunks(llm, 99)
         expected = [out.text for out in llm.generate(PROMPTS[:2], GREEDY)]
