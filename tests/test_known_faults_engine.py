@@ -30,7 +30,7 @@ from novalm_jax.engine import executor as executor_file
 from novalm_jax.engine import functions as functions_file
 from novalm_jax.engine import sampler as sampler_file
 from novalm_jax.engine.engine import Engine
-from novalm_jax.engine.executor import Executor, Prompt, ResidentExecutor, put_stored
+from novalm_jax.engine.executor import Executor, ResidentExecutor, cut, put_stored
 from novalm_jax.engine.functions import Decoded, Functions
 from novalm_jax.engine.programs import Programs, Shapes
 from novalm_jax.errors import EngineError, RequestError
@@ -70,7 +70,8 @@ def check_company(folder: Path) -> None:
 def check_padding_chooses_no_expert(folder: Path) -> None:
     """Rows that only fill up a bucket take part in the dispatch to experts."""
     checkpoint = Checkpoint.open(tiny_checkpoint(folder, "qwen3_moe", num_hidden_layers=1))
-    programs = Programs(abstract_model(checkpoint.config), Shapes(2, 128, np.dtype(np.float32)))
+    shapes = Shapes.of(checkpoint.config, 2, 128, np.dtype(np.float32))
+    programs = Programs(abstract_model(checkpoint.config), shapes)
     choices: list[np.ndarray] = []
 
     class Listening(ResidentExecutor):
@@ -80,7 +81,10 @@ def check_padding_chooses_no_expert(folder: Path) -> None:
                 choices.append(np.asarray(result[0].routing.ids))
             return result
 
-    list(Listening(checkpoint.load("float32", put_stored), programs, 0).prefill([Prompt(0, SHORT)]))
+    executor = Listening(checkpoint.load("float32", put_stored), programs, 0)
+    book = executor.new_book()
+    book.grow(held := book.new(), 0, len(SHORT))
+    list(executor.prefill(cut(SHORT, 0, len(SHORT), executor.chunk, len(SHORT), held)))
     assert len(choices) == 1
     for ids in choices:
         assert (ids[: len(SHORT)] < 4).all(), "real rows choose experts"
@@ -109,9 +113,13 @@ def penalties_count_neighbours(patch: Patch) -> None:
     patch.setattr(sampler_file, "_edit", edit)
 
 
-def all_in_one_row(patch: Patch) -> None:
-    right: Any = functions_file.CacheView
-    patch.setattr(functions_file, "CacheView", lambda cache, rows, *rest: right(cache, jnp.zeros_like(rows), *rest))
+def all_in_one_table(patch: Patch) -> None:
+    right: Any = functions_file.PagedView
+    patch.setattr(
+        functions_file,
+        "PagedView",
+        lambda pages, tables, *rest: right(pages, jnp.broadcast_to(tables[:1], tables.shape), *rest),
+    )
 
 
 def padding_is_dispatched(patch: Patch) -> None:
@@ -239,7 +247,7 @@ def check_interrupts(folder: Path) -> None:
                 raise AssertionError(f"an interrupt of {name} gets through") from None
         assert (code, len(seen)) == (130, 1), f"exit code after an interrupt of {name}"
         if isinstance(seen[0], Executor):
-            assert seen[0]._caches == [], f"memory after an interrupt of {name}"
+            assert seen[0]._pages == [], f"memory after an interrupt of {name}"
     assert generate.main(["--model", str(folder), "--prompt", "0", "--max-tokens", "3"]) == 0
 
 
@@ -331,7 +339,7 @@ def check_life_after_a_failed_step(folder: Path) -> None:
                 self: Any, *arguments: Any, kind: Any = kind, right: Any = right, failed: Any = failed, **options: Any
             ) -> Any:
                 result = right(self, *arguments, **options)
-                # The program has run and was given the caches: the old ones are gone, the new ones never arrive.
+                # The program has run and was given the pages: the old ones are gone, the new ones never arrive.
                 if not failed and isinstance(result, tuple) and isinstance(result[0], kind):
                     failed.append(kind.__name__)
                     raise RuntimeError("the device is on fire")
@@ -343,19 +351,19 @@ def check_life_after_a_failed_step(folder: Path) -> None:
             assert llm.generate([SHORT, LONG], GREEDY) == fresh, f"after a failure in place of {failed[0]}"
 
 
-def dead_caches_are_kept(patch: Patch) -> None:
-    patch.setattr(Executor, "_caches_in_use", lambda self: nullcontext())
+def dead_pages_are_kept(patch: Patch) -> None:
+    patch.setattr(Executor, "_pages_in_use", lambda self: nullcontext())
 
 
-def requests_outlive_their_caches(patch: Patch) -> None:
-    patch.setattr(Engine, "_fail", lambda self, error: None)
+def requests_outlive_their_pages(patch: Patch) -> None:
+    patch.setattr(Engine, "_fail", lambda self, error: self._drop_pass())
 
 
 # --- every fault is seen ---------------------------------------------------------------------------------------------
 
 FAULTS = [
     Fault(check_company, penalties_count_neighbours, "a request in company"),
-    Fault(check_company, all_in_one_row, "a request in company"),
+    Fault(check_company, all_in_one_table, "a request in company"),
     Fault(check_padding_chooses_no_expert, padding_is_dispatched, "padding chooses none"),
     Fault(check_two_experts_for_all, empty_experts_unwritten, "logits where all tokens choose two experts"),
     Fault(check_two_experts_for_all, experts_have_a_capacity, "logits where all tokens choose two experts"),
@@ -370,8 +378,8 @@ FAULTS = [
     Fault(check_compilation, chunks_as_long_as_prompts, "programs for other lengths"),
     Fault(check_compilation, batches_of_every_size, "programs for other sizes"),
     Fault(check_compilation, scores_have_their_own_program, "programs for other kinds"),
-    Fault(check_life_after_a_failed_step, dead_caches_are_kept, "deleted"),
-    Fault(check_life_after_a_failed_step, requests_outlive_their_caches, "not refused, though 'the device is on fire'"),
+    Fault(check_life_after_a_failed_step, dead_pages_are_kept, "deleted"),
+    Fault(check_life_after_a_failed_step, requests_outlive_their_pages, "not refused, though 'the device is on fire'"),
 ]
 
 
