@@ -79,9 +79,9 @@ def for_requests(count: int, folder: Path | None, **options: Any) -> dict[str, A
     return {**options, "kv_memory": sizes.kv_bytes(context, count * blocks(context))}
 
 
-def host_room(records: int, size: int) -> int:
-    """Host memory for so many records, beside what is kept for pages of requests that wait."""
-    return math.ceil(records * size / (1 - KV_HOST_SHARE))
+def host_room(records: int, size: int, pages: float = math.inf) -> int:
+    """Host memory for so many records, beside what is kept for pages of requests that wait, at most so many bytes."""
+    return math.ceil(min(records * size / (1 - KV_HOST_SHARE), records * size + pages))
 
 
 def with_slots(folder: Path, slots: int, requests: int = 1, **options: Any) -> LLM:

@@ -23,6 +23,7 @@ from novalm_jax.engine.sampling import greedy_suffices
 from novalm_jax.engine.scheduler import Limits, Scheduler, Take
 from novalm_jax.errors import CheckpointError, EngineError
 from novalm_jax.kv.pages import Held
+from novalm_jax.options import EngineOptions
 
 
 class _Pass(NamedTuple):
@@ -58,27 +59,25 @@ class Engine:
       longest_wait: most seconds that prompts took before a decode step that somebody waited for.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        sampler: Sampler,
-        host_bytes: int = 0,
-        keeps_prefixes: bool = True,
-        prefill_seconds: float = 0.1,
-    ):
+    def __init__(self, executor: Executor, sampler: Sampler, options: EngineOptions, host_bytes: int = 0):
         """Takes what it runs.
 
         Args:
           executor, sampler: closed with this.
+          options: `prefix_cache`, `prefill_seconds` and `decode_quantum` of them.
           host_bytes: for pages of requests that have to wait.
-          keeps_prefixes: whether prompts that begin alike share pages.
-          prefill_seconds: that a step gives prompts at most, and what the layer takes that they are in.
         """
         self._executor = executor
         self._sampler = sampler
-        self._prefill_seconds = prefill_seconds
+        self._prefill_seconds = options.prefill_seconds
         limits = Limits(
-            executor.rows, executor.chunk, executor.pass_chunks, executor.page_bytes, host_bytes, keeps_prefixes
+            rows=executor.rows,
+            chunk=executor.chunk,
+            pass_chunks=executor.pass_chunks,
+            page_bytes=executor.page_bytes,
+            host_bytes=host_bytes,
+            keeps_prefixes=options.prefix_cache,
+            quantum=options.decode_quantum,
         )
         self.scheduler = Scheduler(executor.new_book(), limits, executor)
         self._lock = threading.RLock()

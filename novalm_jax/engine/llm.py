@@ -99,13 +99,7 @@ class LLM:
         self._executor.recorder = recorder
         if self.options.warm_up:
             _warm_up(self._placement.programs, sampler)
-        self._engine = Engine(
-            self._executor,
-            sampler,
-            self._placement.kv_host_bytes,
-            self.options.prefix_cache,
-            self.options.prefill_seconds,
-        )
+        self._engine = Engine(self._executor, sampler, self.options, self._placement.kv_host_bytes)
         self._load_seconds = time.perf_counter() - start
 
     def _start(self) -> Executor:

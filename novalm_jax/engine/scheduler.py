@@ -50,6 +50,7 @@ class Limits:
       page_bytes: of a page of each group, in all its layers.
       host_bytes: for pages that are moved out.
       keeps_prefixes: whether prompts that begin alike share pages.
+      quantum: steps for which one half of the requests decodes before the other half does; 0: all decode together.
     """
 
     rows: int
@@ -58,6 +59,7 @@ class Limits:
     page_bytes: tuple[int, ...]
     host_bytes: int
     keeps_prefixes: bool = True
+    quantum: int = 0
 
 
 class Take(NamedTuple):
@@ -86,6 +88,9 @@ class Scheduler:
         self._limits = limits
         self._mover = mover
         self._step = 0
+        # Who decodes in the present quantum, and when that is over.
+        self._turn: list[Request] = []
+        self._turn_ends = 0
         self.preemptions = self.bytes_out = self.host_bytes = self.prefix_tokens = 0
 
     def reset(self, pages: Pages) -> None:
@@ -159,7 +164,8 @@ class Scheduler:
         """Those that decode a token now, each with a page to write to. Where pages are short, those last in rank leave
         for the host; `busy` ones stay."""
         chosen: list[Request] = []
-        for request in self.in_rank(one for one in requests if one.row is not None and one.token_ids):
+        running = self.in_rank(one for one in requests if one.row is not None and one.token_ids)
+        for request in self._in_turn(running) if self._limits.quantum else running:
             if request.row is None:
                 # It had to leave for one before it.
                 continue
@@ -168,6 +174,15 @@ class Scheduler:
                 request.used = self._step
                 chosen.append(request)
         return chosen
+
+    def _in_turn(self, running: Sequence[Request]) -> list[Request]:
+        """The half of those that run that has its turn: in each quantum those that were used longest ago."""
+        turn = [one for one in running if one in self._turn]
+        if not turn or self._step >= self._turn_ends:
+            turn = sorted(running, key=lambda one: one.used)[: -(-len(running) // 2)]
+            self._turn_ends = self._step + self._limits.quantum
+        self._turn = turn
+        return self.in_rank(turn)
 
     def fork(self, request: Request, follower: Request) -> bool:
         """Gives a follower the pages of the prompt that it shares; False where it has no row for them."""

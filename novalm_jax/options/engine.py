@@ -8,7 +8,19 @@ from pathlib import Path
 from typing import Literal
 
 from novalm_jax.errors import OptionError
-from novalm_jax.options.checks import Dtype, PolicyName, as_path, as_real, check_dtype, one_of, positive, shown, size_of
+from novalm_jax.options.checks import (
+    Dtype,
+    PolicyName,
+    as_path,
+    as_real,
+    as_whole,
+    check_dtype,
+    number_range,
+    one_of,
+    positive,
+    shown,
+    size_of,
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,9 @@ class EngineOptions:
     prefill_seconds: float = 0.1
     """Seconds that requests wait for the prompts of others between two tokens at most, and for the layer that those
     are in."""
+    decode_quantum: int = 0
+    """Steps for which one half of the requests decodes before the other half does, so that a step needs fewer different
+    experts; 0: all decode together."""
     prefix_cache: bool = True
     """Whether prompts that begin alike share pages, which stay until others are needed."""
     dense_weights: Literal["auto", "device", "stream"] = "auto"
@@ -78,6 +93,8 @@ class EngineOptions:
         if len(set(written.values())) < len(written):
             raise OptionError(f"{' and '.join(written)} are to write the same file; give each a file of its own.")
         positive("max_batch", self.max_batch)
+        if as_whole(self.decode_quantum) is None or self.decode_quantum < 0:
+            raise OptionError(f"decode_quantum: expected {number_range(0, None)}, got {shown(self.decode_quantum)}.")
         seconds = as_real(self.prefill_seconds)
         if seconds is None or not 0 <= seconds < math.inf:
             raise OptionError(f"prefill_seconds: expected a number of at least 0, got {shown(self.prefill_seconds)}.")

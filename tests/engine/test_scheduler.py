@@ -4,7 +4,7 @@ leaves, and that everybody reads what is its own."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -35,11 +35,12 @@ class Loop:
         pass_chunks: int = 1,
         host: int = 0,
         keeps_prefixes: bool = True,
+        quantum: int = 0,
     ):
         counts = [pages] * len(reaches) if isinstance(pages, int) else list(pages)
         # Each group has another size, so that none is taken for another.
         sizes = tuple(range(1, len(reaches) + 1))
-        self.limits = Limits(rows, chunk, pass_chunks, sizes, host, keeps_prefixes)
+        self.limits = Limits(rows, chunk, pass_chunks, sizes, host, keeps_prefixes, quantum)
         self.pages = Pages(reaches, counts, 64)
         self.contents = Contents(self.pages)
         self.scheduler = Scheduler(self.pages, self.limits, self.contents)
@@ -377,6 +378,29 @@ def test_prompts_that_begin_alike_and_come_together_share_what_is_computed_by_th
     loop.submit(ask(3 * PAGE, first=0), ask(3 * PAGE, first=0))
     loop.run()
     assert loop.scheduler.prefix_tokens == PAGE
+    loop.check_empty()
+
+
+def test_with_a_quantum_one_half_decodes_before_the_other_does():
+    loop = Loop(pages=16, rows=5, quantum=3)
+    requests = [ask(5, 40) for _ in range(5)]
+    run_together(loop, *requests)
+    loop.decoded.clear()
+    for _ in range(12):
+        loop.step()
+    turns = [frozenset(one.number for one in chosen) for chosen in loop.decoded]
+    assert {len(turn) for turn in turns} == {3}
+    changes = [at for at in range(1, 12) if turns[at] != turns[at - 1]]
+    assert all(later - earlier == 3 for earlier, later in pairwise(changes)) and len(changes) >= 3
+    # Who had no turn has the next one.
+    for at in changes:
+        assert frozenset(range(5)) - turns[at - 1] <= turns[at]
+    # Whose half has ended does not keep the others waiting.
+    loop.abort(*(one for one in requests if one.number in turns[-1]))
+    loop.decoded.clear()
+    loop.step()
+    assert loop.decoded and not any(one.number in turns[-1] for one in loop.decoded[0])
+    loop.run()
     loop.check_empty()
 
 
@@ -910,13 +934,14 @@ ARRIVALS = st.tuples(
     pass_chunks=st.integers(1, 3),
     host=st.sampled_from([0, 0, 5, 12, PLENTY]),
     keeps_prefixes=st.booleans(),
+    quantum=st.sampled_from([0, 0, 1, 3]),
     parts=st.lists(st.integers(0, 3), min_size=1, max_size=5),
     other_work=st.none() | st.tuples(st.integers(0, 20), st.integers(1, 500)),
 )
 def test_everybody_ends_and_reads_its_own(
-    arrivals, reaches, pages, rows, chunk, pass_chunks, host, keeps_prefixes, parts, other_work
+    arrivals, reaches, pages, rows, chunk, pass_chunks, host, keeps_prefixes, quantum, parts, other_work
 ):
-    loop = Loop(pages, reaches, rows, chunk, pass_chunks, host, keeps_prefixes)
+    loop = Loop(pages, reaches, rows, chunk, pass_chunks, host, keeps_prefixes, quantum)
     groups = [
         (step, leaves, many, choices(number, length, tokens, first=first, priority=priority))
         for step, length, tokens, first, priority, number, leaves, many in arrivals

@@ -38,6 +38,8 @@ from streamed_helpers import (
     assert_same,
     deeper,
     executor_of,
+    for_requests,
+    host_room,
     placed_with,
     record_bytes,
     shared_programs,
@@ -59,7 +61,11 @@ class Model:
 
     def __init__(self, name: str):
         self.folder = None if name == EMBEDDED else GOLDEN / name
-        self.options: dict[str, Any] = {"max_batch": 2, "context_length": 128}
+        options: dict[str, Any] = {"max_batch": 2, "context_length": 128}
+        # Pages for one of them suffice for these prompts; experts, as small as pages, have the rest.
+        self.options = {
+            dtype: for_requests(1, self.folder, dtype=dtype, **options) for dtype in ("float32", "bfloat16")
+        }
         # More than one prefill chunk.
         if self.folder is None:
             prompts = ["Once upon a time", "The little dog was sad because"]
@@ -77,8 +83,11 @@ class Model:
     def open(self, cell: Cell) -> LLM:
         """The model as a cell says."""
         placement = self._placed("least" if cell.slots == "all" else cell.slots, cell.dtype)
-        options = self.options | {"prefetch": cell.prefetch, "policy": cell.policy, "dtype": cell.dtype}
-        options["host_memory"] = self.host_slots(cell) * record_bytes(placement)
+        options = self.options[cell.dtype] | {"prefetch": cell.prefetch, "policy": cell.policy}
+        pages = 2 * options["kv_memory"]
+        options["host_memory"] = (
+            host_room(self.host_slots(cell), record_bytes(placement), pages) if self.host_slots(cell) else 0
+        )
         memory = self.resident(cell.dtype)[1] if cell.slots == "all" else placement.budgets.device
         return LLM(self.folder, device_memory=memory, **options)
 
@@ -88,13 +97,13 @@ class Model:
 
     def _resident(self, dtype: str) -> tuple[Answers, int]:
         """The answers, and the memory that they took."""
-        with LLM(self.folder, dtype=dtype, **self.options) as llm:
+        with LLM(self.folder, **self.options[dtype]) as llm:
             assert llm.report().policy == "resident"
             assert_estimated(llm)
             return self.questions.ask(llm), llm.report().device_peak_bytes
 
     def _placed_with(self, slots: str, dtype: str) -> Placement:
-        return placed_with(self.folder, self.slots[slots], dtype=dtype, **self.options)
+        return placed_with(self.folder, self.slots[slots], **self.options[dtype])
 
 
 @pytest.fixture(scope="module")
