@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -114,13 +115,14 @@ def measure_batches(model: str | Path | None, options: BatchBenchOptions, engine
 
 def _measure(llm: LLM, size: int, options: BatchBenchOptions) -> BatchFigures:
     start, draw = llm.report(), np.random.default_rng(size)
-    prompts = draw.integers(0, llm.config.vocab_size, (size, options.prompt_tokens)).tolist()
+    lengths = list(islice(cycle(options.lengths), size))
+    prompts = [draw.integers(0, llm.config.vocab_size, length).tolist() for length in lengths]
     # Some begin to decode while prompts of others are on their way; all go on until they are closed.
     streams = llm.streams(prompts, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
     while min(stream.token_count for stream in streams) < FIRST:
         streams[0].advance()
     first, steps = llm.report(), []
-    before = options.prompt_tokens + (first.generated_tokens - start.generated_tokens) // size
+    chosen = first.generated_tokens - start.generated_tokens
     for _ in range(options.tokens):
         begin = time.perf_counter()
         streams[0].advance()
@@ -133,7 +135,8 @@ def _measure(llm: LLM, size: int, options: BatchBenchOptions) -> BatchFigures:
     dtype = np.dtype(jnp.dtype(llm.options.dtype))
     record = record_bytes(llm.config, dtype)
     distinct = (last.distinct_experts - first.distinct_experts) / len(steps)
-    cache = size * cache_read(llm.config, dtype, before + options.tokens // 2)
+    after = chosen // size + options.tokens // 2
+    cache = sum(cache_read(llm.config, dtype, length + after) for length in lengths)
     inside = last.step_seconds - first.step_seconds - (last.compute_seconds - first.compute_seconds)
     return BatchFigures(
         batch=size,

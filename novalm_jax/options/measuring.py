@@ -37,23 +37,33 @@ class BatchBenchOptions(Checked):
 
     batches: str = "1,4,16,32"
     """Numbers of requests, with commas between them."""
-    prompt_tokens: int = 32
-    """Random tokens of each prompt."""
+    prompt_tokens: str = "32"
+    """Random tokens of prompts: numbers with commas between them, which requests take in turn."""
     tokens: int = 64
     """Steps that are measured."""
 
     def __post_init__(self) -> None:
-        for name, least in (("prompt_tokens", 1), ("tokens", 2)):
-            self._whole(name, least, 2**31 - 1)
-        if not all(part.strip().isdecimal() and 0 < int(part) <= 1024 for part in self.batches.split(",")):
-            raise OptionError(
-                f"batches: expected whole numbers of at least 1 with commas between them, got {shown(self.batches)}."
-            )
+        self._whole("tokens", 2, 2**31 - 1)
+        self._listed("batches")
+        self._listed("prompt_tokens")
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """`batches` as numbers."""
-        return tuple(int(part) for part in self.batches.split(","))
+        return self._listed("batches")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """`prompt_tokens` as numbers."""
+        return self._listed("prompt_tokens")
+
+    def _listed(self, name: str) -> tuple[int, ...]:
+        parts = [part.strip() for part in str(getattr(self, name)).split(",")]
+        # Python refuses to read numbers of thousands of digits.
+        if not all(part.isdecimal() and len(part) < 10 and int(part) for part in parts):
+            given = shown(getattr(self, name))
+            raise OptionError(f"{name}: expected whole numbers of at least 1 with commas between them, got {given}.")
+        return tuple(map(int, parts))
 
 
 @dataclass(frozen=True)
