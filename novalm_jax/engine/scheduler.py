@@ -128,7 +128,7 @@ class Scheduler:
         passes so far."""
         taken: list[Take] = []
         left = self._limits.pass_chunks
-        prompts = [one for one in requests if one.row is not None and one.leader is None and not one.prompt_done]
+        prompts = [one for one in requests if one.row is not None and one.leader is None and not one.token_ids]
         for request in sorted(prompts, key=lambda one: (-self._urgency(one), one.passes, one.number)):
             if not left:
                 break
@@ -249,7 +249,7 @@ class Scheduler:
 
     def _look_up(self, request: Request) -> None:
         """Before the first pass of a prompt: takes what pages hold of it already."""
-        if request.passes or request.prompt_done:
+        if request.passes:
             return
         held, found = self.index.find(request.prefix_seed, request.prompt_ids)
         if request.held is None or found > request.computed:
