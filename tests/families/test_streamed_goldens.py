@@ -38,6 +38,8 @@ from streamed_helpers import (
     assert_same,
     deeper,
     executor_of,
+    for_requests,
+    host_room,
     placed_with,
     record_bytes,
     shared_programs,
@@ -78,9 +80,11 @@ class Model:
         """The model as a cell says."""
         placement = self._placed("least" if cell.slots == "all" else cell.slots, cell.dtype)
         options = self.options | {"prefetch": cell.prefetch, "policy": cell.policy, "dtype": cell.dtype}
-        options["host_memory"] = self.host_slots(cell) * record_bytes(placement)
-        memory = self.resident(cell.dtype)[1] if cell.slots == "all" else placement.budgets.device
-        return LLM(self.folder, device_memory=memory, **options)
+        options["host_memory"] = host_room(self.host_slots(cell), record_bytes(placement))
+        if cell.slots == "all":
+            return LLM(self.folder, device_memory=self.resident(cell.dtype)[1], **options)
+        options = for_requests(1, self.folder, **options)
+        return LLM(self.folder, device_memory=placement.budgets.device, **options)
 
     def host_slots(self, cell: Cell) -> int:
         """Records that host memory has room for."""
@@ -94,7 +98,8 @@ class Model:
             return self.questions.ask(llm), llm.report().device_peak_bytes
 
     def _placed_with(self, slots: str, dtype: str) -> Placement:
-        return placed_with(self.folder, self.slots[slots], dtype=dtype, **self.options)
+        options = for_requests(1, self.folder, dtype=dtype, **self.options)
+        return placed_with(self.folder, self.slots[slots], **options)
 
 
 @pytest.fixture(scope="module")
