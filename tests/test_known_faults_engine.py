@@ -1,4 +1,4 @@
-"""Known faults of systems like this one: neighbours, limits, interruption, compilation, and what failure leaves.
+"""Known faults of systems like this one: neighbours, pages, limits, interruption, compilation, and what failure leaves.
 
 As in test_known_faults.py: a check for each fault, and the fault itself to prove that the check sees it.
 """
@@ -33,8 +33,10 @@ from novalm_jax.engine.engine import Engine
 from novalm_jax.engine.executor import Executor, ResidentExecutor, cut, put_stored
 from novalm_jax.engine.functions import Decoded, Functions
 from novalm_jax.engine.programs import Programs, Shapes
+from novalm_jax.engine.scheduler import Scheduler
 from novalm_jax.errors import EngineError, RequestError
 from novalm_jax.kernels import experts as kernel
+from novalm_jax.kv.pages import PagePool
 from novalm_jax.models.decoder import Routed
 from tiny_checkpoints import EOS, chain_checkpoint, cycle, encode, tiny_checkpoint
 
@@ -150,6 +152,49 @@ def experts_have_a_capacity(patch: Patch) -> None:
         return right(x, served, weights, config, group, *more)
 
     patch.setattr(kernel, "grouped", products)
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def check_shared_pages(folder: Path) -> None:
+    """Requests that share the pages of a prompt write into them what is their own."""
+    drawn = SamplingParams(temperature=1.0, seed=3, max_tokens=20, n=4, ignore_eos=True)
+    with tiny_llm(folder) as llm:
+        together = llm.generate(LONG, drawn)
+    with LLM(folder, dtype="float32", max_batch=1, prefix_cache=False) as llm:
+        assert llm.generate(LONG, drawn) == together, "choices of one prompt"
+
+
+def check_moved_pages(folder: Path) -> None:
+    """Requests that had to leave for the host come back with other tokens in mind, or with other numbers."""
+    prompts, params = (SHORT, LONG, LONG[20:]), replace(GREEDY, max_tokens=150)
+    each = [params, replace(params, frequency_penalty=1.5), replace(params, temperature=1.0, seed=3)]
+    with tiny_llm(folder) as llm:
+        expected = llm.generate(prompts, each)
+        page = llm._executor.page_bytes[0]
+    with LLM(folder, dtype="float32", max_batch=4, kv_memory=6 * page) as llm:
+        assert llm.generate(prompts, each) == expected, "requests that were moved out"
+        assert llm._engine.scheduler.preemptions > 1
+
+
+def shared_pages_are_written(patch: Patch) -> None:
+    right = PagePool.users
+    patch.setattr(PagePool, "users", lambda self, page: min(1, right(self, page)))
+
+
+def copies_are_never_made(patch: Patch) -> None:
+    patch.setattr(Executor, "copy", lambda self, copies: None)
+
+
+def pages_come_back_in_another_order(patch: Patch) -> None:
+    right: Any = Executor.load
+    patch.setattr(Executor, "load", lambda self, pages, saved: right(self, [each[::-1] for each in pages], saved))
+
+
+def penalties_are_forgotten(patch: Patch) -> None:
+    right: Any = sampler_file.Sampler.admit
+    patch.setattr(sampler_file.Sampler, "admit", lambda *arguments: right(*arguments[:5]))
 
 
 # --- logits of a prompt ----------------------------------------------------------------------------------------------
@@ -355,6 +400,11 @@ def dead_pages_are_kept(patch: Patch) -> None:
     patch.setattr(Executor, "_pages_in_use", lambda self: nullcontext())
 
 
+def prefixes_outlive_their_pages(patch: Patch) -> None:
+    """What pages held before is still looked for in those that took their place."""
+    patch.setattr(Scheduler, "reset", lambda self, pages: None)
+
+
 def requests_outlive_their_pages(patch: Patch) -> None:
     patch.setattr(Engine, "_fail", lambda self, error: self._drop_pass())
 
@@ -367,9 +417,13 @@ FAULTS = [
     Fault(check_padding_chooses_no_expert, padding_is_dispatched, "padding chooses none"),
     Fault(check_two_experts_for_all, empty_experts_unwritten, "logits where all tokens choose two experts"),
     Fault(check_two_experts_for_all, experts_have_a_capacity, "logits where all tokens choose two experts"),
+    Fault(check_shared_pages, shared_pages_are_written, "choices of one prompt"),
+    Fault(check_shared_pages, copies_are_never_made, "choices of one prompt"),
+    Fault(check_moved_pages, pages_come_back_in_another_order, "requests that were moved out"),
+    Fault(check_moved_pages, penalties_are_forgotten, "requests that were moved out"),
     Fault(check_logits_of_a_prompt, all_positions, "logits of a whole prompt"),
     Fault(check_limits, length_off_by_one, "not refused, though 'has 16 tokens'"),
-    Fault(check_limits, limit_of_the_model_alone, "not refused, though 'has 16 tokens'"),
+    Fault(check_limits, limit_of_the_model_alone, "refused with EngineError"),
     Fault(check_limits, empty_prompts_pass, "refused with EngineError"),
     Fault(check_limits, no_tokens_reach_the_engine, "no tokens asked for"),
     Fault(check_interrupts, only_errors_are_caught, "an interrupt of read_into gets through"),
@@ -379,6 +433,7 @@ FAULTS = [
     Fault(check_compilation, batches_of_every_size, "programs for other sizes"),
     Fault(check_compilation, scores_have_their_own_program, "programs for other kinds"),
     Fault(check_life_after_a_failed_step, dead_pages_are_kept, "deleted"),
+    Fault(check_life_after_a_failed_step, prefixes_outlive_their_pages, "after a failure in place of"),
     Fault(check_life_after_a_failed_step, requests_outlive_their_pages, "not refused, though 'the device is on fire'"),
 ]
 

@@ -281,6 +281,17 @@ def test_a_request_of_one_token_never_decodes(engine, script):
     assert_nothing_is_held(engine)
 
 
+def test_a_request_without_a_prompt_fails_and_keeps_nobody_waiting(engine):
+    """`LLM` refuses it; should one come here, it must not wait for ever for what never begins."""
+    nothing = request(0, length=0)
+    engine.submit([nothing])
+    with pytest.raises(EngineError, match="Positions 0 to 0"):
+        engine.run_until_ended(nothing)
+    engine.submit([after := request(5)])
+    run(engine, [after])
+    assert after.token_ids == answer(5)
+
+
 def test_a_request_that_is_given_up_while_it_waits_never_runs(engine, script):
     running, given_up, last = request(0), request(10), request(20)
     engine.submit([running, request(30), given_up, last])
