@@ -387,8 +387,7 @@ class Engine:
         # Where nobody has anything, those that wait would see it fail for ever.
         for request in self._requests if lost or not there else there:
             if request.finish_reason is None:
-                interrupted = EngineError("A step was interrupted, and this request is lost with it.")
-                request.error = error if isinstance(error, Exception) else interrupted
+                request.error = error if isinstance(error, Exception) else None
                 request.finish("abort")
         for request in self._requests:
             request.row = request.held = request.moved = None

@@ -99,6 +99,11 @@ class Request:
         return len(self.prompt_ids) + self.max_tokens
 
     @property
+    def prompt_done(self) -> bool:
+        """Whether pages hold all of the prompt."""
+        return self.computed >= len(self.prompt_ids)
+
+    @property
     def ended(self) -> bool:
         """Whether it has run to its end.
 

@@ -143,7 +143,7 @@ class Scheduler:
         passes so far."""
         taken: list[Take] = []
         left = self._limits.pass_chunks
-        prompts = [one for one in requests if one.row is not None and one.leader is None and not one.prompt_done]
+        prompts = [one for one in requests if one.row is not None and one.leader is None and not one.token_ids]
         for request in sorted(prompts, key=lambda one: (-self._urgency(one), one.passes, one.number)):
             if request.row is None:
                 # It had to leave for one before it.
