@@ -410,4 +410,4 @@ def _is_admitted(request: Request) -> bool:
 
 def _is_new(request: Request) -> bool:
     """Whether nothing was computed for it, and nobody else does that."""
-    return not (request.passes or request.prompt_done) and request.leader is None
+    return not (request.passes or request.token_ids) and request.leader is None
