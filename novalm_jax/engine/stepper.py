@@ -22,7 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 
 from novalm_jax.engine.llm import LLM
@@ -33,9 +33,6 @@ _log = logging.getLogger("novalm_jax")
 
 PREPARERS = 4
 """Threads that make requests, so that short prompts need not wait for a very long one."""
-
-TRIES = 3
-"""Steps that may fail in a row without taking a request along: they would fail for ever."""
 
 Mailbox = SimpleQueue["Call | None"]
 """Calls to attend to; None: the end."""
@@ -125,7 +122,6 @@ class Stepper:
         self._engine = llm.engine
         self._mail: Mailbox = SimpleQueue()
         self._calls: list[Call] = []
-        self._in_vain = 0
         self._closing = False
         self.end = Call(self._mail, whole=True)
         self._preparers = ThreadPoolExecutor(PREPARERS, "novalm-prepare")
@@ -210,24 +206,17 @@ class Stepper:
         return True
 
     def _step(self) -> None:
-        failure = None
-        try:
+        # Whoever a step that failed concerns is told by its requests.
+        with suppress(NovaError):
             self._engine.step()
-        except NovaError as error:
-            failure = error
         try:
             self._engine.check_open()
         except NovaError:
             # Who closes it may not have the lock yet, so that requests do not know of it.
             self._engine.close()
-        before = len(self._calls)
         for call in tuple(self._calls):
             if call.look():
                 self._forget(call)
-        self._in_vain = self._in_vain + 1 if failure and len(self._calls) == before else 0
-        if self._in_vain == TRIES:
-            self._in_vain = 0
-            self._end_calls(failure)
 
     def _forget(self, call: Call, error: BaseException | None = None) -> None:
         """Ends what may be left of it, and frees its pages."""

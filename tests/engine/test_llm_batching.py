@@ -13,7 +13,7 @@ import pytest
 
 from novalm_jax import LLM, BudgetError, OptionError, SamplingParams
 from novalm_jax.engine.programs import PREFILL_ROWS
-from streamed_helpers import executor_of, placed_with
+from streamed_helpers import executor_of, for_requests, placed_with
 from streamed_model import CHOSEN, EXPERTS, LAYERS, make_model
 from tiny_checkpoints import TOKENS, tiny_checkpoint
 
@@ -51,7 +51,10 @@ def compilations() -> Iterator[list[str]]:
 def test_after_a_warm_up_nothing_is_compiled_whatever_is_asked(folder: Path, shared: Any, slots: int | None) -> None:
     options: dict[str, Any] = {"max_batch": 5, "compilation_cache": False, "context_length": 256}
     kinds = [{}, {"temperature": 0.7, "seed": 1}, {"temperature": 1.0, "logprobs": 3, "top_k": 5}]
-    memory = "auto" if slots is None else placed_with(folder, slots, **options).budgets.device
+    memory: str | int = "auto"
+    if slots is not None:
+        options = for_requests(2, folder, dtype="float32", **options)
+        memory = placed_with(folder, slots, **options).budgets.device
     shared.clear()
     with LLM(folder, device_memory=memory, warm_up=True, **options) as llm, compilations() as heard:
         for number, length in enumerate((1, 2, 63, 64, 65, 130, 200, 130)):
