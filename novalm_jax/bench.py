@@ -57,8 +57,8 @@ def _load(command: LoadCommand) -> None:
 
 
 @dataclass(frozen=True)
-class StartCommand:
-    """Measure how long a process takes until its first token is out: the first start of a model, and later ones."""
+class _ModelCommand:
+    """A model, or the one in this package."""
 
     model: tyro.conf.Positional[str | None] = None
     """Folder of a Hugging Face checkpoint, or the name (org/name) of one in the Hugging Face cache. None: the model in
@@ -67,6 +67,12 @@ class StartCommand:
     """Write one JSON object in place of a table."""
     debug: bool = False
     """Show tracebacks."""
+
+
+@dataclass(frozen=True)
+class StartCommand(_ModelCommand):
+    """Measure how long a process takes until its first token is out: the first start of a model, and later ones."""
+
     options: tyro.conf.OmitArgPrefixes[BenchOptions] = field(default_factory=BenchOptions)
 
 
@@ -141,16 +147,9 @@ def _decode(command: DecodeCommand) -> None:
 
 
 @dataclass(frozen=True)
-class BatchCommand:
+class BatchCommand(_ModelCommand):
     """Measure how fast requests are decoded together, beside what reading the weights alone would take."""
 
-    model: tyro.conf.Positional[str | None] = None
-    """Folder of a Hugging Face checkpoint, or the name (org/name) of one in the Hugging Face cache. None: the model in
-    this package."""
-    json: bool = False
-    """Write one JSON object in place of a table."""
-    debug: bool = False
-    """Show tracebacks."""
     options: tyro.conf.OmitArgPrefixes[BatchBenchOptions] = field(default_factory=BatchBenchOptions)
     engine: tyro.conf.OmitArgPrefixes[EngineOptions] = field(default_factory=EngineOptions)
 
@@ -163,16 +162,9 @@ def _batch(command: BatchCommand) -> None:
 
 
 @dataclass(frozen=True)
-class _SweptCommand:
+class _SweptCommand(_ModelCommand):
     """A model that is run in many ways."""
 
-    model: tyro.conf.Positional[str | None] = None
-    """Folder of a Hugging Face checkpoint, or the name (org/name) of one in the Hugging Face cache. None: the model in
-    this package."""
-    json: bool = False
-    """Write one JSON object in place of a table."""
-    debug: bool = False
-    """Show tracebacks."""
     routing: tyro.conf.OmitArgPrefixes[RoutingOptions] = field(default_factory=RoutingOptions)
 
 

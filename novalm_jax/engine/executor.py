@@ -21,7 +21,7 @@ from novalm_jax.errors import PageError
 from novalm_jax.experts.expert_map import DEVICE, ExpertMap
 from novalm_jax.experts.recorder import Recorder
 from novalm_jax.experts.records import count_records, moe_layers
-from novalm_jax.kernels.storage import delete_arrays, storage_dtype, tree_bytes
+from novalm_jax.kernels.storage import delete_arrays, storage_dtype
 from novalm_jax.kv.paged import MOVED_TOGETHER, LayerPages
 from novalm_jax.kv.pages import NONE, Copy, Held, Pages, blocks
 from novalm_jax.models.decoder import Decoder, Routed
@@ -89,15 +89,8 @@ class Chunk(NamedTuple):
         return len(self.part.tokens)
 
 
-class Saved(NamedTuple):
-    """The content of pages on the host: for each lot of up to `MOVED_TOGETHER` of each group all layers' arrays."""
-
-    lots: list[tuple[LayerPages, ...]]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
-        return tree_bytes(self.lots)
+Saved = list[tuple[LayerPages, ...]]
+"""The content of pages on the host: for each lot of up to `MOVED_TOGETHER` of each group all layers' arrays."""
 
 
 class Executor(ABC):
@@ -199,11 +192,11 @@ class Executor(ABC):
 
     def save(self, pages: Sequence[Sequence[int]]) -> Saved:
         """The content of some pages of each group, on the host."""
-        return Saved([self._saved(lot) for lot in _lots(pages)])
+        return [self._saved(lot) for lot in _lots(pages)]
 
     def load(self, pages: Sequence[Sequence[int]], saved: Saved) -> None:
         """Fills pages with what was saved of as many."""
-        for lot, content in zip(_lots(pages), saved.lots, strict=True):
+        for lot, content in zip(_lots(pages), saved, strict=True):
             self._replace_pages(self._programs.load_pages, jax.tree.map(_filled_up, content), self._lot(lot))
 
     @property
@@ -299,10 +292,9 @@ class Executor(ABC):
         """Pages of each group, in all layers; what fills them up takes no memory on the host, nor they any more on the
         device."""
         saved = self._run(self._programs.save_pages, tuple(self._pages), self._lot(lot))
-        counts = [len(lot[self._programs.group_of(config)]) for config in self._layers]
         return tuple(
-            jax.tree.map(lambda array, count=count: np.asarray(array)[:count].copy(), layer)
-            for layer, count in zip(saved, counts, strict=True)
+            jax.tree.map(lambda array, its=lot[group]: np.asarray(array)[: len(its)].copy(), layer)
+            for layer, group in zip(saved, self._programs.groups, strict=True)
         )
 
     def _replace_pages(self, program: jax.stages.Compiled, *arguments: Any) -> None:

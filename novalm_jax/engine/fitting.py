@@ -307,7 +307,7 @@ def _fit_streamed(
         else:
             pages = blocks(context)
         plan = sizes.streamed(context, pages, slots, pass_chunks, dense)
-    found = Fit(plan, context, pages, 0, slots, 0, pass_chunks, dense)
+    found = Fit(plan, context, pages, slots=slots, pass_chunks=pass_chunks, dense=dense)
     kept = _kv_on_host(sizes, budgets, found)
     room = budgets.host - kept
     if dense is not None:

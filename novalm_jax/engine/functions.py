@@ -18,7 +18,7 @@ from jax import lax
 from novalm_jax.config import LayerConfig, ModelConfig, MoEConfig
 from novalm_jax.kernels import experts as expert_kernel
 from novalm_jax.kernels.experts import Wave, Weights
-from novalm_jax.kv.paged import LayerPages, PagedView, reach_of, reaches_of
+from novalm_jax.kv.paged import LayerPages, PagedView, groups_of
 from novalm_jax.models.attention import Positions
 from novalm_jax.models.decoder import Decoder, DecoderLayer, Routed, embedded, read_out, without_experts
 from novalm_jax.models.moe import MoE, input_scales
@@ -153,11 +153,8 @@ class Functions:
 
     def __init__(self, structure: Structure, capacity: int):
         self._structure = structure
-        reaches = reaches_of(structure.config, capacity)
-        self._groups = {
-            layer: reaches.index(reach_of(layer.attention, capacity))
-            for layer in dict.fromkeys(structure.config.layers)
-        }
+        config = structure.config
+        self._groups = dict(zip(config.layers, groups_of(config, capacity), strict=True))
 
     def embed(self, outer: Leaves, tokens: jax.Array) -> jax.Array:
         """int32 `[t]` -> `[1, t, d]`."""

@@ -373,7 +373,7 @@ class LLM:
         ends = frozenset(() if params.ignore_eos else self._end_ids()) | frozenset(params.stop_token_ids)
         fresh_seed = int.from_bytes(os.urandom(8), "little", signed=True)
         sampling = resolve(params, self._defaults.sampling(), fresh_seed=fresh_seed)
-        leader = None
+        leader, seed = None, prefix_seed(self._fingerprint, self.config, len(prompt_ids))
         for choice in range(params.n):
             request = Request(
                 prompt_ids=prompt_ids,
@@ -385,7 +385,7 @@ class LLM:
                 choice=choice,
                 priority=priority,
                 leader=leader,
-                prefix_seed=prefix_seed(self._fingerprint, self.config, len(prompt_ids)),
+                prefix_seed=seed,
             )
             leader = leader or request
             if request.max_tokens == 0:

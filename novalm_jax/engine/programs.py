@@ -29,7 +29,7 @@ from novalm_jax.engine.functions import (
 )
 from novalm_jax.kernels.storage import storage_dtype, tree_bytes
 from novalm_jax.kv import paged
-from novalm_jax.kv.paged import MOVED_TOGETHER, LayerPages, page_counts, page_shape, reach_of, reaches_of
+from novalm_jax.kv.paged import MOVED_TOGETHER, LayerPages, groups_of, page_counts, page_shape, reaches_of
 from novalm_jax.kv.pages import PAGE, blocks
 from novalm_jax.models.decoder import Decoder
 
@@ -93,6 +93,7 @@ class Programs:
       config: the model.
       shapes: what they are compiled for.
       reaches: how far back each group of layers sees.
+      groups: which of them each layer is in.
     """
 
     def __init__(self, model: Decoder, shapes: Shapes):
@@ -102,11 +103,11 @@ class Programs:
         self.reaches = reaches_of(self.config, shapes.capacity)
         self._functions = Functions(structure, shapes.capacity)
         self._weights = _in_storage_form(structure.take_apart(model))
+        self.groups = groups_of(self.config, shapes.capacity)
         self._pages = tuple(
-            page_shape(layer.attention, shapes.pages[self.group_of(layer)], shapes.dtype)
-            for layer in self.config.layers
+            page_shape(layer.attention, shapes.pages[group], shapes.dtype)
+            for layer, group in zip(self.config.layers, self.groups, strict=True)
         )
-        self._groups = [self.group_of(layer) for layer in self.config.layers]
         self._lot = tuple(int_shape(MOVED_TOGETHER) for _ in self.reaches)
         self._compiled: dict[tuple[Any, ...], jax.stages.Compiled] = {}
         # By identity; the configurations are held by the model's.
@@ -153,20 +154,20 @@ class Programs:
     @cached_property
     def copy_pages(self) -> jax.stages.Compiled:
         """(pages, sources, targets) -> pages, which are donated; int32 `[MOVED_TOGETHER]` of each group."""
-        function = partial(_over_groups, paged.copy_pages, self._groups)
+        function = partial(paged.copy_pages, self.groups)
         return self._get(("copy pages", MOVED_TOGETHER), function, (self._pages,), (self._lot, self._lot), donate=(0,))
 
     @cached_property
     def save_pages(self) -> jax.stages.Compiled:
         """(pages, int32 `[MOVED_TOGETHER]` of each group) -> these pages of all layers."""
-        function = partial(_over_groups, paged.save_pages, self._groups)
+        function = partial(paged.save_pages, self.groups)
         return self._get(("save pages", MOVED_TOGETHER), function, (self._pages,), (self._lot,))
 
     @cached_property
     def load_pages(self) -> jax.stages.Compiled:
         """(pages, what `save_pages` gave, int32 `[MOVED_TOGETHER]` of each group) -> pages, which are donated."""
-        saved = jax.eval_shape(partial(_over_groups, paged.save_pages, self._groups), self._pages, self._lot)
-        function = partial(_over_groups, paged.load_pages, self._groups)
+        saved = jax.eval_shape(partial(paged.save_pages, self.groups), self._pages, self._lot)
+        function = partial(paged.load_pages, self.groups)
         return self._get(("load pages", MOVED_TOGETHER), function, (self._pages,), (saved, self._lot), donate=(0,))
 
     def workspace_bytes(self) -> int:
@@ -225,7 +226,7 @@ class Programs:
     def bytes_of_page(self) -> tuple[int, ...]:
         """Bytes of one page of each group, in all its layers."""
         sizes = [0] * len(self.reaches)
-        for group, pages in zip(self._groups, self._pages, strict=True):
+        for group, pages in zip(self.groups, self._pages, strict=True):
             sizes[group] += tree_bytes(pages) // self.shapes.pages[group]
         return tuple(sizes)
 
@@ -237,10 +238,6 @@ class Programs:
     def name_of(self, program: jax.stages.Compiled) -> tuple[str, int]:
         """What a program of this model does, and for how many rows or tokens."""
         return next((key[0], key[-1]) for key, known in self._compiled.items() if known is program)
-
-    def group_of(self, config: LayerConfig) -> int:
-        """Which of the `reaches` a layer has."""
-        return self.reaches.index(reach_of(config.attention, self.shapes.capacity))
 
     def new_pages(self) -> tuple[LayerPages, ...]:
         """Zeroed pages of all layers."""
@@ -320,11 +317,6 @@ def _in_storage_form(weights: ModelWeights) -> ModelWeights:
 
     layers = (layer._replace(experts=jax.tree.map(stored, layer.experts)) for layer in weights.layers)
     return weights._replace(layers=tuple(layers))
-
-
-def _over_groups(move: Callable[..., Any], groups: Sequence[int], pages: Any, *arguments: Any) -> Any:
-    """Moves pages of layers, each of which belongs to a group."""
-    return move(pages, groups, *arguments)
 
 
 def int_shape(*shape: int) -> jax.ShapeDtypeStruct:

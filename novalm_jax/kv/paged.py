@@ -49,6 +49,12 @@ def reaches_of(config: ModelConfig, capacity: int) -> tuple[Reach, ...]:
     return tuple(dict.fromkeys(reach_of(layer.attention, capacity) for layer in config.layers))
 
 
+def groups_of(config: ModelConfig, capacity: int) -> list[int]:
+    """Which of `reaches_of` each layer has."""
+    reaches = reaches_of(config, capacity)
+    return [reaches.index(reach_of(layer.attention, capacity)) for layer in config.layers]
+
+
 def page_counts(reaches: Sequence[Reach], rows: int, capacity: int, pages: int, together: int) -> tuple[int, ...]:
     """Pages of each group where one that sees everything has `pages`: fewer for those that `rows` sequences cannot
     fill, of up to `capacity` positions, of which one grows by up to `together` at a time."""
@@ -71,10 +77,10 @@ def page_shape(config: AttentionConfig | LatentConfig, pages: int, dtype: np.dty
 
 def page_bytes(config: ModelConfig, capacity: int, pages: Sequence[int], dtype: np.dtype) -> list[int]:
     """Bytes of the pages of each layer, of which group i has `pages[i]`."""
-    reaches = reaches_of(config, capacity)
+    groups = groups_of(config, capacity)
     return [
-        tree_bytes(page_shape(layer.attention, pages[reaches.index(reach_of(layer.attention, capacity))], dtype))
-        for layer in config.layers
+        tree_bytes(page_shape(layer.attention, pages[group], dtype))
+        for layer, group in zip(config.layers, groups, strict=True)
     ]
 
 
@@ -123,14 +129,14 @@ class PagedView(NamedTuple):
 
 
 def copy_pages(
-    pages: tuple[LayerPages, ...], groups: Sequence[int], sources: tuple[jax.Array, ...], targets: tuple[jax.Array, ...]
+    groups: Sequence[int], pages: tuple[LayerPages, ...], sources: tuple[jax.Array, ...], targets: tuple[jax.Array, ...]
 ) -> tuple[LayerPages, ...]:
     """Copies pages of every layer, whose group is `groups[i]`: int32 `[n]` of each group; one past the last is none."""
-    return load_pages(pages, groups, save_pages(pages, groups, sources), targets)
+    return load_pages(groups, pages, save_pages(groups, pages, sources), targets)
 
 
 def save_pages(
-    pages: tuple[LayerPages, ...], groups: Sequence[int], ids: tuple[jax.Array, ...]
+    groups: Sequence[int], pages: tuple[LayerPages, ...], ids: tuple[jax.Array, ...]
 ) -> tuple[LayerPages, ...]:
     """Some pages of every layer: `[n, g, PAGE, c]`."""
     return tuple(
@@ -140,7 +146,7 @@ def save_pages(
 
 
 def load_pages(
-    pages: tuple[LayerPages, ...], groups: Sequence[int], saved: tuple[LayerPages, ...], ids: tuple[jax.Array, ...]
+    groups: Sequence[int], pages: tuple[LayerPages, ...], saved: tuple[LayerPages, ...], ids: tuple[jax.Array, ...]
 ) -> tuple[LayerPages, ...]:
     """Puts what `save_pages` gave into other pages."""
     return tuple(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
+from jax_events import COMPILED, events_of
 from novalm_jax import LLM, BudgetError, OptionError, SamplingParams
 from novalm_jax.engine.programs import PREFILL_ROWS
 from streamed_helpers import executor_of, for_requests, placed_with
@@ -31,22 +30,6 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(10, TOKENS, length).tolist()
 
 
-@contextmanager
-def compilations() -> Iterator[list[str]]:
-    """What JAX compiles meanwhile, as it says itself."""
-    heard: list[str] = []
-
-    def hear(event: str, seconds: float, **_: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            heard.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(hear)
-    try:
-        yield heard
-    finally:
-        jax.monitoring.unregister_event_duration_listener(hear)
-
-
 @pytest.mark.parametrize("slots", [None, 12])
 def test_after_a_warm_up_nothing_is_compiled_whatever_is_asked(folder: Path, shared: Any, slots: int | None) -> None:
     options: dict[str, Any] = {"max_batch": 5, "compilation_cache": False, "context_length": 256}
@@ -56,7 +39,7 @@ def test_after_a_warm_up_nothing_is_compiled_whatever_is_asked(folder: Path, sha
         options = for_requests(2, folder, dtype="float32", **options)
         memory = placed_with(folder, slots, **options).budgets.device
     shared.clear()
-    with LLM(folder, device_memory=memory, warm_up=True, **options) as llm, compilations() as heard:
+    with LLM(folder, device_memory=memory, warm_up=True, **options) as llm, events_of(COMPILED) as heard:
         for number, length in enumerate((1, 2, 63, 64, 65, 130, 200, 130)):
             batch = [prompt(length, seed) for seed in range(1 + number % 5)]
             params = [SamplingParams(max_tokens=3, n=1 + (number == 3), **kinds[at % 3]) for at in range(len(batch))]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_events import COMPILED, events_of
 from novalm_jax import LLM, SamplingParams, load_model
 from novalm_jax.checkpoint.load import Checkpoint, abstract_model
 from novalm_jax.engine.estimate import Estimated
 from novalm_jax.engine.executor import Executor, Part, Saved
 from novalm_jax.engine.programs import Programs, Shapes
+from novalm_jax.kernels.storage import tree_bytes
 from novalm_jax.models.families import find_family
 from novalm_jax.options import EngineOptions
 from tiny_checkpoints import BOS, EOS, TOKENS, tiny_checkpoint
@@ -44,30 +45,14 @@ def llm(folder) -> Iterator[LLM]:
 # --- programs --------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def compiled_programs() -> Iterator[list[str]]:
-    """The compilations of this process, also those that the compilation cache answers, as JAX itself reports them."""
-    heard: list[str] = []
-
-    def hear(event: str, duration: float, **_: object) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            heard.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(hear)
-    try:
-        yield heard
-    finally:
-        jax.monitoring.unregister_event_duration_listener(hear)
-
-
 def test_500_tokens_need_no_program_that_5_did_not(folder):
-    with compiled_programs() as at_start, LLM(folder, max_batch=2) as llm:
+    with events_of(COMPILED) as at_start, LLM(folder, max_batch=2) as llm:
         params = SamplingParams(seed=1, ignore_eos=True, logprobs=2)
         llm.generate(SHORT, replace(params, max_tokens=5))
         assert at_start
         reported = llm.report()
         assert reported.programs_compiled + reported.programs_from_cache == len(at_start)
-        with compiled_programs() as later:
+        with events_of(COMPILED) as later:
             (out,) = llm.generate(SHORT, replace(params, max_tokens=500))
         assert len(out.token_ids) == 500
         assert later == []
@@ -94,7 +79,7 @@ def test_after_a_warm_up_no_request_compiles_anything(llm):
     for prompts in ([[5] * 10], [[6] * 100] * 3):
         for kind in range(2):
             llm.generate(prompts, replace(_mixed(kind), max_tokens=3, ignore_eos=True))
-    with compiled_programs() as later:
+    with events_of(COMPILED) as later:
         count = 0
         for length in range(1, 201, 5):
             batch = [[(length * 7 + i) % TOKENS for i in range(max(1, length - k))] for k in range(1 + length % 4)]
@@ -195,7 +180,7 @@ def test_requests_that_have_to_wait_on_the_host_go_on_with_the_same_bits(monkeyp
         load = llm._executor.load
 
         def noted(pages: Any, saved: Saved) -> None:
-            moved.append((saved.nbytes, sum(map(operator.mul, map(len, pages), llm._executor.page_bytes))))
+            moved.append((tree_bytes(saved), sum(map(operator.mul, map(len, pages), llm._executor.page_bytes))))
             load(pages, saved)
 
         monkeypatch.setattr(llm._executor, "load", noted)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from jax_events import events_of
 from novalm_jax import LLM
 from novalm_jax.checkpoint.files import TensorReader
 from novalm_jax.checkpoint.load import Checkpoint
@@ -293,19 +294,10 @@ def test_spare_memory_becomes_slots_and_all_of_it_a_resident_model(moe_folder):
 
 
 def test_nothing_is_traced_anew_once_a_model_is_warm(moe_folder):
-    heard: list[str] = []
-
-    def hear(event: str, duration: float, **_: object) -> None:
-        if "trace" in event:
-            heard.append(event)
-
     with streamed(moe_folder) as llm:
         QUESTIONS.ask(llm)
-        jax.monitoring.register_event_duration_secs_listener(hear)
-        try:
+        with events_of("trace") as heard:
             QUESTIONS.ask(llm)
-        finally:
-            jax.monitoring.unregister_event_duration_listener(hear)
     assert heard == []
 
 

@@ -131,7 +131,7 @@ def test_pages_are_copied_in_every_layer_of_their_group_and_no_others_change(dty
             before = stored.copy()
             for source, target in ([(4, 0)], [(1, 2), (2, 1), (6, 3)])[group]:
                 stored[target] = before[source]
-    for layer, bits in zip(copy_pages(layers, GROUPS, sources, targets), expected, strict=True):
+    for layer, bits in zip(copy_pages(GROUPS, layers, sources, targets), expected, strict=True):
         assert_same(layer, bits)
 
 
@@ -140,13 +140,13 @@ def test_what_was_saved_is_loaded_into_other_pages_and_no_others_change(dtype: A
     layers = some_layers(dtype)
     others = jax.tree.map(jnp.zeros_like, layers)
     ids = (ints([3, 0, 5, 5]), ints([6, 2, 4, 7]))
-    saved = save_pages(layers, GROUPS, ids)
+    saved = save_pages(GROUPS, layers, ids)
     for group, layer, part in zip(GROUPS, layers, saved, strict=True):
         there = [3, 0] if group == 0 else [6, 2, 4]
         for found, bits in zip(bits_of(part), bits_of(layer), strict=True):
             np.testing.assert_array_equal(found[: len(there)], bits[there])
     into = (ints([1, 4, 5, 5]), ints([0, 1, 3, 7]))
-    for group, before, part, after in zip(GROUPS, others, saved, load_pages(others, GROUPS, saved, into), strict=True):
+    for group, before, part, after in zip(GROUPS, others, saved, load_pages(GROUPS, others, saved, into), strict=True):
         expected = bits_of(before)
         for stored, content in zip(expected, bits_of(part), strict=True):
             for i, page in enumerate([1, 4] if group == 0 else [0, 1, 3]):
@@ -158,8 +158,8 @@ def test_none_in_place_of_every_page_moves_nothing() -> None:
     layers = some_layers(jnp.float32)
     none = ints([5] * MOVED_TOGETHER), ints([7] * MOVED_TOGETHER)
     some = ints(np.arange(MOVED_TOGETHER) % 5), ints(np.arange(MOVED_TOGETHER) % 7)
-    saved = save_pages(layers, GROUPS, some)
-    for moved in (copy_pages(layers, GROUPS, some, none), load_pages(layers, GROUPS, saved, none)):
+    saved = save_pages(GROUPS, layers, some)
+    for moved in (copy_pages(GROUPS, layers, some, none), load_pages(GROUPS, layers, saved, none)):
         for layer, before in zip(moved, layers, strict=True):
             assert_same(layer, bits_of(before))
 
@@ -168,13 +168,13 @@ def test_none_in_place_of_every_page_moves_nothing() -> None:
 def test_pages_are_moved_in_place_and_take_the_memory_of_those_that_move(dtype: Any) -> None:
     layers = tuple(page_shape(HEADS, 256, np.dtype(dtype)) for _ in range(2))
     ids, bytes_of_page = jax.ShapeDtypeStruct((MOVED_TOGETHER,), jnp.int32), 2 * 2 * PAGE * 8 * np.dtype(dtype).itemsize
-    saved = jax.eval_shape(lambda layers, ids: save_pages(layers, (0, 0), (ids,)), layers, ids)
+    saved = jax.eval_shape(lambda layers, ids: save_pages((0, 0), layers, (ids,)), layers, ids)
 
     def copy(layers: Any, sources: Any, targets: Any) -> Any:
-        return copy_pages(layers, (0, 0), (sources,), (targets,))
+        return copy_pages((0, 0), layers, (sources,), (targets,))
 
     def load(layers: Any, saved: Any, ids: Any) -> Any:
-        return load_pages(layers, (0, 0), saved, (ids,))
+        return load_pages((0, 0), layers, saved, (ids,))
 
     for move, arguments, lots in ((copy, (ids, ids), 1), (load, (saved, ids), 0)):
         analysis: Any = compile_program(move, (layers, *arguments), donate=(0,)).memory_analysis()
