@@ -45,7 +45,8 @@ def test_after_a_warm_up_nothing_is_compiled_whatever_is_asked(folder: Path, sha
             params = [SamplingParams(max_tokens=3, n=1 + (number == 3), **kinds[at % 3]) for at in range(len(batch))]
             llm.generate(batch, params)
         report = llm.report()
-        assert heard == [] and report.prefix_tokens > 0 and report.programs_compiled > 10
+        # The compilation cache of the process may have some of them already.
+        assert heard == [] and report.prefix_tokens > 0 and report.programs_compiled + report.programs_from_cache > 10
         assert (report.expert_misses > 0) == (slots is not None)
 
 
