@@ -49,6 +49,11 @@ class Contents:
         for group, (ids, contents) in enumerate(zip(pages, saved, strict=True)):
             self._of.update({(group, page): list(content) for page, content in zip(ids, contents, strict=True)})
 
+    def resize(self, counts: Sequence[int]) -> None:
+        """What lies in pages that there are no more is lost."""
+        for group, page in [(group, page) for group, page in self._of if page >= counts[group]]:
+            del self._of[group, page]
+
     def copy(self, copies: Sequence[Copy]) -> None:
         # Copies are made many at a time, so that none may depend on another.
         sources = {(group, source) for group, source, _ in copies}

@@ -30,7 +30,7 @@ from novalm_jax.engine.programs import Programs
 from novalm_jax.engine.streamed import StreamedExecutor
 from novalm_jax.engine.streamed_programs import StreamedPrograms
 from novalm_jax.errors import BudgetError
-from novalm_jax.experts.pools import compile_insert
+from novalm_jax.experts.pools import compile_insert, compile_new
 from novalm_jax.experts.records import moe_layers
 from novalm_jax.experts.streamer import Streamer
 from novalm_jax.kv.pages import blocks
@@ -165,6 +165,7 @@ def shared_programs() -> Iterator[dict[Any, Any]]:
         patch.setattr(Programs, "_get", shared)
         patch.setattr(sampler_module, "compile_program", shared_sampler)
         patch.setattr(programs_module, "compile_insert", functools.cache(compile_insert))
+        patch.setattr(programs_module, "compile_new", functools.cache(compile_new))
         yield known
 
 

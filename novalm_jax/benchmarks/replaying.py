@@ -118,6 +118,9 @@ class ReplayingLLM(LLM):
         # A layer whose dense weights come in turn has no router to ask ahead.
         super().__init__(model, **{**options, "dense_weights": "device"})
 
+    def _start_exchange(self) -> None:
+        """Experts have the slots that were asked for, all the time."""
+
     def _start(self) -> Executor:
         experts = None if self._recorded is None else self._recorded.fit(self.config)
         if not self._placement.slots:

@@ -15,6 +15,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
+from novalm_jax.engine.exchange import Exchange
 from novalm_jax.engine.executor import Executor, Line, Part, cut
 from novalm_jax.engine.functions import Decoded
 from novalm_jax.engine.request import Request
@@ -59,16 +60,25 @@ class Engine:
       longest_wait: most seconds that prompts took before a decode step that somebody waited for.
     """
 
-    def __init__(self, executor: Executor, sampler: Sampler, options: EngineOptions, host_bytes: int = 0):
+    def __init__(
+        self,
+        executor: Executor,
+        sampler: Sampler,
+        options: EngineOptions,
+        host_bytes: int = 0,
+        exchange: Exchange | None = None,
+    ):
         """Takes what it runs.
 
         Args:
           executor, sampler: closed with this.
           options: `prefix_cache`, `prefill_seconds` and `decode_quantum` of them.
           host_bytes: for pages of requests that have to wait.
+          exchange: of this executor; None where there are always as many pages.
         """
         self._executor = executor
         self._sampler = sampler
+        self._exchange = exchange
         self._prefill_seconds = options.prefill_seconds
         limits = Limits(
             rows=executor.rows,
@@ -163,7 +173,7 @@ class Engine:
             begin = time.perf_counter()
             try:
                 self._release()
-                self.scheduler.place(self._requests, self._busy)
+                self._place()
                 waiting = bool(self._running())
                 self._prefill()
                 if waiting:
@@ -232,6 +242,8 @@ class Engine:
 
     def _make_room(self, tokens: int) -> bool:
         try:
+            if self._exchange is not None:
+                self._exchange.settle(self.scheduler, self._requests, tokens)
             return self.scheduler.make_room(tokens, self._requests)
         except BaseException as error:
             self._fail_with(error)
@@ -244,6 +256,12 @@ class Engine:
     def _running(self) -> list[Request]:
         """Those whose prompts are through, and whose pages are on the device."""
         return [request for request in self._requests if request.row is not None and request.token_ids]
+
+    def _place(self) -> None:
+        """Rows and pages for those that wait, and memory for these pages."""
+        if self._exchange is not None and self._pass is None and self._requests:
+            self._exchange.settle(self.scheduler, self._requests)
+        self.scheduler.place(self._requests, self._busy)
 
     def _prefill(self) -> None:
         """Goes on with prompts, and begins with others, until there are none or their time is over: others may wait for
@@ -268,7 +286,7 @@ class Engine:
             if time.perf_counter() - begin >= self._prefill_seconds:
                 return
             if self._pass is None:
-                self.scheduler.place(self._requests, ())
+                self._place()
 
     def _begin_pass(self) -> bool:
         """Begins with parts of prompts; whether there are any."""

@@ -25,6 +25,7 @@ from novalm_jax.checkpoint.progress import steps_bar
 from novalm_jax.compat import CompileCounter, compilation_cache_folder, enable_compilation_cache
 from novalm_jax.engine.engine import Engine
 from novalm_jax.engine.estimate import record_bytes
+from novalm_jax.engine.exchange import Exchange, exchange_for
 from novalm_jax.engine.executor import Executor, Line, cut
 from novalm_jax.engine.placement import place
 from novalm_jax.engine.prefixes import fingerprint, prefix_seed
@@ -97,14 +98,20 @@ class LLM:
         sampler = Sampler(self.options.max_batch, self.config.vocab_size)
         self._executor = self._start()
         self._executor.recorder = recorder
+        self._exchange = self._start_exchange()
         if self.options.warm_up:
-            _warm_up(self._placement.programs, sampler)
-        self._engine = Engine(self._executor, sampler, self.options, self._placement.kv_host_bytes)
+            _warm_up(self._exchange or self._placement.programs, sampler, self.options.max_batch)
+        kv_host_bytes = self._placement.kv_host_bytes
+        self._engine = Engine(self._executor, sampler, self.options, kv_host_bytes, self._exchange)
         self._load_seconds = time.perf_counter() - start
 
     def _start(self) -> Executor:
         """Loads what runs the model; measurements have others."""
         return start_executor(self._checkpoint, self._placement, self.options, self.timeline, self._profile)
+
+    def _start_exchange(self) -> Exchange | None:
+        """What gives memory to pages or to experts; measurements have none."""
+        return exchange_for(self._placement, self._executor, self.options)
 
     @property
     def context_length(self) -> int:
@@ -306,10 +313,11 @@ class LLM:
 
     def report(self) -> Report:
         """What has been done so far, and what is where."""
-        placement, engine = self._placement, self._engine
+        engine, exchange = self._engine, self._exchange
+        placement = self._placement if exchange is None else exchange.placement
         return Report(
             device_budget_bytes=placement.budgets.device,
-            device_peak_bytes=placement.plan.device_bytes,
+            device_peak_bytes=placement.plan.device_bytes if exchange is None else exchange.most_bytes,
             host_budget_bytes=placement.budgets.host,
             context_length=self.context_length,
             compute_seconds=engine.compute_seconds,
@@ -319,6 +327,7 @@ class LLM:
             prompt_tokens=engine.prompt_tokens,
             generated_tokens=engine.generated_tokens,
             decode_steps=engine.steps,
+            memory_exchanges=0 if exchange is None else exchange.count,
             distinct_experts=self._executor.recorder.different,
             launches=self._executor.launches,
             programs_compiled=self._compiles.compiled,
@@ -488,10 +497,10 @@ class TextIterator(Iterator[str]):
         self._request.dropped = True
 
 
-def _warm_up(programs: Programs, sampler: Sampler) -> None:
-    """Compiles everything that requests can need."""
+def _warm_up(programs: Programs | Exchange, sampler: Sampler, rows: int) -> None:
+    """Compiles everything that so many requests can need."""
     jobs = [*programs.everything(), sampler.prepare]
-    jobs += [partial(sampler.program, rows) for rows in decode_rows(programs.shapes.rows)]
+    jobs += [partial(sampler.program, bucket) for bucket in decode_rows(rows)]
     with steps_bar("compiling", len(jobs)) as bar:
         for job in jobs:
             job()

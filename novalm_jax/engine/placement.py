@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 
 import jax
 
@@ -33,11 +34,36 @@ class Placement(Fit):
     Attributes:
       budgets: what may be used.
       programs: `StreamedPrograms` where experts come and go.
+      sizes: what it was found with.
     """
 
     _: KW_ONLY
     budgets: Budgets
     programs: Programs
+    sizes: _Compiled
+
+    def page_counts(self, pages: int) -> tuple[int, ...]:
+        """Pages of each group of layers where those that see everything have so many."""
+        return self.sizes.shapes(self.context_length, pages, self.pass_chunks).pages
+
+    def slots_beside(self, pages: int) -> int:
+        """Slots of a streamed model that there may be room for beside fewer pages."""
+        kv_bytes = partial(self.sizes.kv_bytes, self.context_length, pass_chunks=self.pass_chunks)
+        left = kv_bytes(self.pages) - kv_bytes(pages)
+        return min(self.sizes.records, self.slots + left // self.sizes.record_bytes) if self.slots else 0
+
+    def with_pages(self, pages: int) -> Placement:
+        """The streamed model with fewer pages, and with experts in the memory that they leave; compiled, as by `place`.
+        Its plan may be more than there is."""
+        sizes, device, slots = self.sizes, self.budgets.device, self.slots_beside(pages)
+        while True:
+            plan = sizes.streamed(self.context_length, pages, slots, self.pass_chunks, self.dense)
+            if plan.fits(device) or slots == self.slots:
+                break
+            # Programs may take more workspace for more slots than for few.
+            slots = max(self.slots, slots - 1 - (plan.device_bytes - device) // sizes.record_bytes)
+        found = replace(self, plan=plan, pages=pages, slots=slots)
+        return replace(found, programs=sizes.programs(found))
 
 
 def read_budgets(options: EngineOptions) -> Budgets:
@@ -86,7 +112,7 @@ def place(checkpoint: Checkpoint, options: EngineOptions) -> Placement:
     if options.context_length == "auto" and found.context_length < wanted:
         limit = "device_memory" if options.kv_memory == "auto" else "device_memory and kv_memory"
         _log.warning("%s: the context is cut from %d to %d tokens to fit %s", name, wanted, found.context_length, limit)
-    return Placement(**vars(found), budgets=budgets, programs=sizes.programs(found))
+    return Placement(**vars(found), budgets=budgets, programs=sizes.programs(found), sizes=sizes)
 
 
 class _Compiled(Sizes):

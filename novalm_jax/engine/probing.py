@@ -175,7 +175,7 @@ class Probe:
         """With so many of the pool's slots in use. Owns `host`; `weights` may be shared, and are freed with it."""
         programs, layers, experts = self._programs, len(self._config.layers), self._moe.num_experts
         fetcher = Fetcher(_NoDisk(), programs.layout, host, Link())
-        pool = DevicePool(programs.layout, programs.slots, programs.insert)
+        pool = DevicePool(programs.new_pool, programs.insert)
         table = SlotTable(layers, experts, slots)
         streamer = Streamer(pool, table, LRU(layers, experts), fetcher, len(host.table))
         return StreamedExecutor(weights, programs, streamer, 0, 1, lookahead=False)

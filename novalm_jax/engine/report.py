@@ -30,8 +30,8 @@ class Report:
     took before a decode step that somebody waited for. `launches` counts compiled programs that were run.
     `prefix_tokens`, of `prompt_tokens`, were not computed, as pages had them; `distinct_experts` were used by decode
     steps, each once in a step. `kv_pages` are of all groups of layers; `preemptions` moved `kv_bytes_moved` of them to
-    the host, where `kv_host_bytes` are now. `experts` is a map of all experts, which `plot` draws and no other form
-    shows; None where there are none.
+    the host, where `kv_host_bytes` are now; `memory_exchanges` gave memory of experts to pages, or back. `experts` is a
+    map of all experts, which `plot` draws and no other form shows; None where there are none.
     """
 
     device_budget_bytes: int = 0
@@ -70,6 +70,7 @@ class Report:
     preemptions: int = 0
     kv_bytes_moved: int = 0
     kv_host_bytes: int = 0
+    memory_exchanges: int = 0
     launches: int = 0
     programs_compiled: int = 0
     programs_from_cache: int = 0

@@ -112,6 +112,19 @@ class Scheduler:
             "prefix_tokens": self.prefix_tokens,
         }
 
+    def wanted(self, requests: Sequence[Request], spare: int = 0) -> list[int]:
+        """Pages of each group with which those that run together first, as many as there are rows, run to their ends,
+        beside other work with so many `spare` tokens; at least those in use."""
+        first = self.in_rank(requests)[: self._limits.rows]
+        most = [self._most(one.most_tokens) for one in first] + ([self._most(spare)] if spare else [])
+        return [max(pool.in_use, sum(each[group] for each in most)) for group, pool in enumerate(self.pages.pools)]
+
+    def resize(self, counts: Sequence[int], requests: Sequence[Request]) -> None:
+        """So many pages of each group from now on, at least those in use; what is to be kept is in them then."""
+        copies = self.pages.resize(counts, [one.held for one in requests if one.held is not None])
+        if copies:
+            self._mover.copy(copies)
+
     def fits(self, tokens: int) -> bool:
         """Whether a request of so many tokens, prompt and output, can ever run."""
         return all(need <= pool.count for need, pool in zip(self._most(tokens), self.pages.pools, strict=True))

@@ -139,7 +139,7 @@ def _start_experts(
         elif host is not None and wanted:
             # What the device has at first is read again should it leave there.
             _fill_host(host, reader, wanted[programs.slots :][:slots], programs.record_bytes)
-        pool = DevicePool(programs.layout, programs.slots, programs.insert)
+        pool = DevicePool(programs.new_pool, programs.insert)
         undo.callback(pool.close)
         table = SlotTable(layers, experts, programs.slots)
         if wanted:

@@ -18,6 +18,7 @@ from novalm_jax.config import MoEConfig
 from novalm_jax.engine.executor import Chunk, Executor
 from novalm_jax.engine.functions import Decoded, DecodeStep, Leaves, ModelWeights
 from novalm_jax.engine.streamed_programs import StreamedPrograms
+from novalm_jax.experts.pools import DevicePool
 from novalm_jax.experts.streamer import NoExperts, Streamer
 from novalm_jax.kernels.storage import delete_arrays
 from novalm_jax.models.decoder import Routed
@@ -81,6 +82,36 @@ class StreamedExecutor(Executor):
     def tiers(self) -> np.ndarray:
         """As in `Executor`."""
         return self._experts.tiers()
+
+    @property
+    def without_experts(self) -> bool:
+        """Whether no slot holds an expert."""
+        return self._experts.empty
+
+    def change(self, programs: StreamedPrograms) -> None:
+        """Goes on with as many pages and slots as other programs of the model have, between steps and with no pass on
+        its way. Pages stay that are there before and after; experts come again as they are needed. If it fails, or is
+        interrupted, all pages are empty."""
+        streamer, former, counts = self._experts, self.programs, programs.shapes.pages
+        try:
+            self.programs = self._programs = programs
+            # In this order: never more than there was before or will be after it, but for pages of one layer.
+            streamer.give_up_slots()
+            for layer, group in enumerate(programs.groups):
+                before = self._pages[layer]
+                if counts[group] != former.shapes.pages[group]:
+                    resize = former.resize_pages(layer, counts[group])
+                    self._pages[layer] = jax.block_until_ready(resize(before))
+                    delete_arrays(before)
+            streamer.take_slots(DevicePool(programs.new_pool, programs.insert))
+        except BaseException:
+            # Those before, where it came first of all.
+            programs = self._programs = self.programs
+            delete_arrays(self._pages)
+            streamer.give_up_slots()
+            self._pages = list(programs.new_pages())
+            streamer.take_slots(DevicePool(programs.new_pool, programs.insert))
+            raise
 
     def close(self) -> None:
         """Ends the streamer's threads, and frees weights, slots and pages."""

@@ -12,15 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from novalm_jax.compat import program_bytes
+from novalm_jax.compat import compile_program, program_bytes
 from novalm_jax.config import LayerConfig, MoEConfig
 from novalm_jax.engine.functions import DECODE_ROWS, HEAD_BLOCK, PREFILL_ROWS, Structure
 from novalm_jax.engine.programs import Programs, Shapes, decode_rows, int_shape, looked_up, prefill_rows
 from novalm_jax.experts.dense import DensePlan
 from novalm_jax.experts.fetcher import IN_FLIGHT
-from novalm_jax.experts.pools import compile_insert, pool_shapes
+from novalm_jax.experts.pools import compile_insert, compile_new, pool_shapes
 from novalm_jax.experts.records import record_layout
 from novalm_jax.kernels.storage import tree_bytes
+from novalm_jax.kv.paged import LayerPages, resized
 from novalm_jax.models.decoder import Decoder
 from novalm_jax.models.params import parameters_of
 
@@ -36,6 +37,7 @@ class StreamedPrograms(Programs):
     def __init__(self, model: Decoder, shapes: Shapes, slots: int):
         super().__init__(model, shapes)
         self.slots = slots
+        self._resizes: dict[tuple[LayerPages, int], jax.stages.Compiled] = {}
         if slots:
             self.layout = record_layout(model)
             self._pool = pool_shapes(self.layout, slots)
@@ -89,6 +91,18 @@ class StreamedPrograms(Programs):
     def insert(self) -> jax.stages.Compiled:
         """(pool, record, slot) -> (pool, a scalar that is there once the record is); the pool is donated."""
         return compile_insert(self.layout, self.slots)
+
+    @cached_property
+    def new_pool(self) -> jax.stages.Compiled:
+        """() -> the pool, empty."""
+        return compile_new(self.layout, self.slots)
+
+    def resize_pages(self, layer: int, count: int) -> jax.stages.Compiled:
+        """(pages of a layer) -> so many pages of it, as `resized` says."""
+        key = self._pages[layer], count
+        if key not in self._resizes:
+            self._resizes[key] = compile_program(partial(resized, count=count), key[:1])
+        return self._resizes[key]
 
     def workspace_bytes(self) -> int:
         """As in `Programs`."""

@@ -30,6 +30,12 @@ def compile_insert(layout: Weights, slots: int) -> jax.stages.Compiled:
     return compile_program(_insert, arguments, donate=(0,))
 
 
+def compile_new(layout: Weights, slots: int) -> jax.stages.Compiled:
+    """() -> an empty pool."""
+    shapes = pool_shapes(layout, slots)
+    return compile_program(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), ())
+
+
 def _insert(pool: Weights, record: Weights, slot: jax.Array) -> tuple[Weights, jax.Array]:
     pool = jax.tree.map(lambda stack, one: lax.dynamic_update_index_in_dim(stack, one, slot, 0), pool, record)
     # Read back from the pool, so that it cannot be there before.
@@ -43,10 +49,13 @@ class DevicePool:
       arrays: the newest arrays, `[slots, ...]` each.
     """
 
-    def __init__(self, layout: Weights, slots: int, insert: jax.stages.Compiled):
-        self._shapes = pool_shapes(layout, slots)
-        self._insert = insert
-        self.arrays = self._new_arrays()
+    def __init__(self, new: jax.stages.Compiled, insert: jax.stages.Compiled):
+        """Made by `compile_new` and `compile_insert`."""
+        self._new, self._insert = new, insert
+        self.arrays: Weights = new()
+
+    def __len__(self) -> int:
+        return len(self.arrays.down)
 
     def insert(self, record: Weights, slot: int) -> jax.Array:
         """Puts a record, arrays on the device, into a slot; gives what is there once that is done."""
@@ -64,15 +73,11 @@ class DevicePool:
 
     def renew(self) -> None:
         """New slots in place of lost ones."""
-        self.arrays = self._new_arrays()
+        self.arrays = self._new()
 
     def close(self) -> None:
         """Frees the memory. Closing twice is fine, here and below."""
         delete_arrays(self.arrays)
-
-    def _new_arrays(self) -> Weights:
-        arrays: Weights = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes)
-        return arrays
 
 
 class HostPool:

@@ -199,10 +199,26 @@ class Streamer:
             self._table.clear_all()
             self._prefetched.clear()
             self._pool.renew()
-        self._awaited = NOWHERE
-        self._predicted.clear()
-        self._ahead = {fetch.record: fetch for fetch in self._fetcher.calm_down()}
-        self._forget()
+        self._await_nothing()
+
+    @property
+    def empty(self) -> bool:
+        """Whether no slot holds anything."""
+        return not len(self._table.listed()[0])
+
+    def give_up_slots(self) -> None:
+        """Between steps: all experts leave, and the memory of their slots is free until `take_slots`."""
+        self._table.clear_all()
+        self._prefetched.clear()
+        self._await_nothing()
+        if not self._pool.lost:
+            self._pool.settle()
+        self._pool.close()
+
+    def take_slots(self, pool: DevicePool) -> None:
+        """Goes on with other slots, all of them empty."""
+        self._table = SlotTable(*self._table.table.shape, len(pool))
+        self._pool = pool
 
     def close(self) -> None:
         """Ends the fetcher and frees the slots."""
@@ -210,6 +226,13 @@ class Streamer:
         self._end_threads.detach()
         self._ahead.clear()
         self._pool.close()
+
+    def _await_nothing(self) -> None:
+        self._awaited = NOWHERE
+        self._order, self._in_use = [], set()
+        self._predicted.clear()
+        self._ahead = {fetch.record: fetch for fetch in self._fetcher.calm_down()}
+        self._forget()
 
     def _forget(self) -> None:
         self._ahead = {fetch.record: fetch for fetch in self._fetcher.forget(self._ahead.values())}

@@ -128,6 +128,12 @@ class PagedView(NamedTuple):
         return stored.at[pages, :, positions % PAGE].set(view_as(new, stored.dtype), mode="drop")
 
 
+def resized(pages: LayerPages, count: int) -> LayerPages:
+    """So many pages of a layer: those there are, and empty ones behind them; or the first ones alone."""
+    kept = min(count, len(pages.keys))
+    return jax.tree.map(lambda a: jnp.zeros((count, *a.shape[1:]), a.dtype).at[:kept].set(a[:kept]), pages)
+
+
 def copy_pages(
     groups: Sequence[int], pages: tuple[LayerPages, ...], sources: tuple[jax.Array, ...], targets: tuple[jax.Array, ...]
 ) -> tuple[LayerPages, ...]:

@@ -54,6 +54,7 @@ class PagePool:
       count: pages in all.
       most_in_use: at any time.
       forget: called with a remembered page before it is given away.
+      renumber: called with a remembered page and what its number becomes.
     """
 
     def __init__(self, count: int):
@@ -61,6 +62,7 @@ class PagePool:
         self.count = count
         self.most_in_use = 0
         self.forget: Callable[[int], None] = lambda page: None
+        self.renumber: Callable[[int, int], None] = lambda page, to: None
         self._empty = list(range(count - 1, -1, -1))
         self._users = [0] * count
         self._remembered: set[int] = set()
@@ -95,9 +97,7 @@ class PagePool:
         if self._empty:
             page = self._empty.pop()
         elif self._idle:
-            page, _ = self._idle.popitem(last=False)
-            self._remembered.discard(page)
-            self.forget(page)
+            self._forget(page := next(iter(self._idle)))
         else:
             raise PageError(f"All {self.count} pages are in use.")
         self._users[page] = 1
@@ -139,6 +139,41 @@ class PagePool:
         if not self.users(page):
             raise PageError(f"Page {page} cannot be remembered: nobody uses it.")
         self._remembered.add(page)
+
+    def resize(self, count: int) -> dict[int, int]:
+        """Other pages than before: those behind the first `count` go, or empty ones come.
+
+        Returns:
+          What pages in use become whose numbers are gone: where their content has to be.
+
+        Raises:
+          PageError: more are in use.
+        """
+        if self.in_use > count:
+            raise PageError(f"{self.in_use} pages are in use, and only {count} are to be left.")
+        for page in [page for page in self._idle if page >= count]:
+            self._forget(page)
+        moved, most = {}, self.most_in_use
+        self._empty = [*range(count - 1, self.count - 1, -1), *(page for page in self._empty if page < count)]
+        self._users += [0] * (count - self.count)
+        for page in range(count, self.count):
+            if users := self._users[page]:
+                moved[page] = to = self.take()
+                self._users[to] = users
+                if page in self._remembered:
+                    self._remembered.remove(page)
+                    self._remembered.add(to)
+                    self.renumber(page, to)
+        del self._users[count:]
+        # Pages are counted twice while they move.
+        self.count, self.most_in_use = count, most
+        return moved
+
+    def _forget(self, page: int) -> None:
+        """What nobody uses is remembered no more."""
+        del self._idle[page]
+        self._remembered.discard(page)
+        self.forget(page)
 
 
 class Held:
@@ -273,6 +308,23 @@ class Pages:
                 if (page := table.pop()) != NONE:
                     pool.give_back(page)
         held.remembered, held.latest = 0, None
+
+    def resize(self, counts: Sequence[int], holders: Iterable[Held]) -> list[Copy]:
+        """So many pages of each group from now on. `holders` are all sequences that have some.
+
+        Returns:
+          What must be copied before the pages go that there are no more.
+
+        Raises:
+          PageError: more are in use.
+        """
+        copies, holders = [], list(holders)
+        for group, (pool, count) in enumerate(zip(self.pools, counts, strict=True)):
+            moved = pool.resize(count)
+            copies += [Copy(group, source, target) for source, target in moved.items()]
+            for held in holders:
+                held.tables[group] = [moved.get(page, page) for page in held.tables[group]]
+        return copies
 
     def take_out(self, held: Held) -> Moved:
         """Lets go of all pages of a sequence whose content is brought elsewhere before anything else is written."""

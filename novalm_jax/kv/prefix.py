@@ -56,6 +56,7 @@ class PrefixIndex:
         self._block_of: list[dict[int, _Block]] = [{} for _ in pages.pools]
         for group, pool in enumerate(pages.pools):
             pool.forget = partial(self._forgotten, group)
+            pool.renumber = partial(self._renumbered, group)
 
     def __len__(self) -> int:
         """Blocks that are known."""
@@ -142,6 +143,12 @@ class PrefixIndex:
         block = self._block_of[group].pop(page)
         block.pages[group] = NONE
         self._prune(block)
+
+    def _renumbered(self, group: int, page: int, to: int) -> None:
+        """The content of a page goes into another one."""
+        block = self._block_of[group].pop(page)
+        block.pages[group] = to
+        self._block_of[group][to] = block
 
     def _prune(self, block: _Block | bytes) -> None:
         """Lets go of a block that leads nowhere, and of those before it that lead nowhere then."""

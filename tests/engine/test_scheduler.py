@@ -109,6 +109,13 @@ class Loop:
             self.contents.write(held, start, values)
         self.pages.free(held)
 
+    def resize(self, counts: Sequence[int]) -> None:
+        """So many pages of each group, between passes."""
+        assert not self.flying
+        self.scheduler.resize(counts, self.requests)
+        self.contents.resize(counts)
+        self.check()
+
     @property
     def busy(self) -> list[Request]:
         return [take.request for take in self.passes[-1]] if self.flying else []
@@ -766,6 +773,38 @@ def test_after_a_reset_nothing_is_known_of_old_pages():
     loop.check_empty()
 
 
+def test_what_is_wanted_is_what_those_that_run_together_come_to_need():
+    loop = Loop([20, 20], [FULL, Reach(window=PAGE)], rows=2, chunk=2 * PAGE)
+    assert loop.scheduler.wanted([]) == [0, 0]
+    small, large = ask(PAGE, PAGE), ask(5 * PAGE, 5 * PAGE, priority=1)
+    assert loop.scheduler.wanted([small]) == [2, 2]
+    # A window sees two pages at most while it grows by a chunk of two, which begins anywhere.
+    assert loop.scheduler.wanted([small, small, large]) == [12, 2 + 4]
+    assert loop.scheduler.wanted([small], spare=3 * PAGE) == [5, 2 + 3]
+    run_together(loop, small, ask(10, 10))
+    small.finish("abort")
+    assert loop.scheduler.wanted([small])[0] >= loop.pages.pools[0].in_use
+
+
+def test_requests_go_on_with_other_pages():
+    loop = Loop(pages=12, rows=3)
+    gone, *stay = ask(3 * PAGE, 30), ask(2 * PAGE, 70, first=0), ask(2 * PAGE, 70, first=0)
+    for one in (gone, *stay):
+        run_together(loop, one)
+    loop.abort(gone)
+    loop.resize(loop.scheduler.wanted(loop.requests))
+    assert loop.pages.pools[0].count == 8 and loop.scheduler.preemptions == 0
+    loop.step()
+    loop.resize([16])
+    again = ask(2 * PAGE + 5, first=0)
+    loop.submit(again)
+    loop.run()
+    # Two shared the pages of their prompt, and the third found them after all that.
+    assert loop.scheduler.prefix_tokens == 2 * PAGE - 1 + 2 * PAGE
+    assert all(len(one.token_ids) == 70 for one in stay)
+    loop.check_empty()
+
+
 # Several completions of a prompt
 
 
@@ -937,9 +976,10 @@ ARRIVALS = st.tuples(
     quantum=st.sampled_from([0, 0, 1, 3]),
     parts=st.lists(st.integers(0, 3), min_size=1, max_size=5),
     other_work=st.none() | st.tuples(st.integers(0, 20), st.integers(1, 500)),
+    resizes=st.lists(st.none() | st.integers(0, 20), min_size=1, max_size=4),
 )
 def test_everybody_ends_and_reads_its_own(
-    arrivals, reaches, pages, rows, chunk, pass_chunks, host, keeps_prefixes, quantum, parts, other_work
+    arrivals, reaches, pages, rows, chunk, pass_chunks, host, keeps_prefixes, quantum, parts, other_work, resizes
 ):
     loop = Loop(pages, reaches, rows, chunk, pass_chunks, host, keeps_prefixes, quantum)
     groups = [
@@ -955,6 +995,9 @@ def test_everybody_ends_and_reads_its_own(
                 loop.submit(*group)
             if leaves is not None and begins + leaves == step:
                 loop.abort(*(group if many else group[:1]))
+        if (size := resizes[step % len(resizes)]) is not None and not loop.flying:
+            wanted = loop.scheduler.wanted(loop.requests)
+            loop.resize([min(pages, max(size, need)) for need in wanted])
         if other_work and other_work[0] == step and loop.scheduler.fits(other_work[1]):
             loop.work_between(other_work[1])
         before = loop.work

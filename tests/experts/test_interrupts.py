@@ -15,7 +15,7 @@ from novalm_jax.experts.fetcher import Fetcher
 from novalm_jax.experts.host_tier import HostTier
 from novalm_jax.experts.link import Link
 from novalm_jax.experts.policy import LRU
-from novalm_jax.experts.pools import DevicePool, HostPool, compile_insert
+from novalm_jax.experts.pools import DevicePool, HostPool, compile_insert, compile_new
 from novalm_jax.experts.records import Record
 from novalm_jax.experts.slots import NOWHERE, SlotTable
 from novalm_jax.experts.streamer import Streamer
@@ -48,7 +48,7 @@ def test_an_interrupt_at_any_line_leaves_a_true_table_and_nothing_stuck(host_slo
     threads = set(threading.enumerate())
     disk: Any = Disk()
     host = HostTier(HostPool(LAYOUT, 6), SlotTable(3, 8, 6), LRU(3, 8)) if host_slots else None
-    pool = DevicePool(LAYOUT, SLOTS, compile_insert(LAYOUT, SLOTS))
+    pool = DevicePool(compile_new(LAYOUT, SLOTS), compile_insert(LAYOUT, SLOTS))
     timeline = Timeline() if recorded else None
     fetcher = Fetcher(disk, LAYOUT, host, Link(), timeline)
     streamer = Streamer(pool, SlotTable(3, 8, SLOTS), LRU(3, 8), fetcher, 24, timeline)

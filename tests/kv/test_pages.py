@@ -418,6 +418,61 @@ def test_pages_that_others_share_stay_with_them_when_one_is_moved_out():
     assert fork.count() == [2]
 
 
+def test_pages_that_come_are_empty_and_pages_that_go_were():
+    pool = PagePool(2)
+    taken = [pool.take() for _ in range(2)]
+    assert pool.resize(5) == {} and (pool.count, pool.available, pool.in_use) == (5, 3, 2)
+    assert sorted([*taken, *(pool.take() for _ in range(3))]) == [0, 1, 2, 3, 4]
+    for page in (0, 2, 3, 4):
+        pool.give_back(page)
+    assert pool.resize(2) == {} and (pool.available, pool.take()) == (1, 0)
+    with pytest.raises(PageError, match="All 2 pages"):
+        pool.take()
+    assert pool.most_in_use == 5
+
+
+def test_pages_in_use_get_numbers_that_stay():
+    pages = Pages([FULL, FULL], [6, 6], 6)
+    gone, held = sequence(pages, 2 * PAGE), sequence(pages, 3 * PAGE)
+    fork, other = pages.fork(held), sequence(pages, 1)
+    before = [list(table) for table in held.tables]
+    pages.free(gone)
+    copies = pages.resize([4, 6], [held, fork, other])
+    assert held.tables == fork.tables and held.tables[1] == before[1]
+    assert sorted([*held.tables[0], *other.tables[0]]) == [0, 1, 2, 3]
+    assert [Copy(0, was, now) for was, now in zip(before[0], held.tables[0], strict=True) if was != now] == [
+        copy for copy in copies if copy.source in before[0]
+    ]
+    check_books(pages, [held, fork, other])
+    # Not one more is taken for them.
+    assert pages.pools[0].most_in_use == 6 and pages.pools[0].available == 0
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_pages_in_use_do_not_go(count):
+    pages = Pages([FULL], [5], 5)
+    held = sequence(pages, 3 * PAGE)
+    with pytest.raises(PageError, match=f"3 pages are in use, and only {count} are to be left"):
+        pages.resize([count], [held])
+    assert pages.pools[0].count == 5
+    check_books(pages, [held])
+
+
+def test_of_remembered_pages_those_in_use_stay_so_and_those_that_go_are_forgotten():
+    pool = PagePool(4)
+    forgotten, renumbered = forgetful(pool), []
+    pool.renumber = lambda page, to: renumbered.append((page, to))
+    taken = [pool.take() for _ in range(4)]
+    for page in taken:
+        pool.remember(page)
+    for page in (0, 1, 2):
+        pool.give_back(page)
+    # Page 3 takes the place of the one that was unused for longest, of those that stay.
+    assert pool.resize(2) == {3: 0} and (forgotten, renumbered) == ([2, 0], [(3, 0)])
+    pool.give_back(0)
+    assert [pool.take(), pool.take()] == [1, 0] and forgotten == [2, 0, 1, 0]
+
+
 class Run:
     """A sequence: its values, from where on it must see them, and its pages or where they went."""
 
@@ -528,6 +583,12 @@ class Sequences(RuleBasedStateMachine):
         if back is not None:
             self.contents.load(back.pages, saved)
             one.moved = None
+
+    @rule(data=st.data())
+    def resize(self, data):
+        counts = [data.draw(st.integers(pool.in_use, 10)) for pool in self.pages.pools]
+        self.contents.copy(self.pages.resize(counts, [one.held for one in self.sequences]))
+        self.contents.resize(counts)
 
     @invariant()
     def everyone_reads_its_own_values(self):

@@ -44,6 +44,11 @@ class Prompts:
             self.noted(held, range(known, held.remembered), seed, tokens)
         return held, found
 
+    def resize(self, counts: Sequence[int], running: Sequence[Held]) -> None:
+        """So many pages of each group."""
+        self.contents.copy(self.pages.resize(counts, running))
+        self.contents.resize(counts)
+
     def looked_up(self, tokens: Sequence[int], seed: bytes = b"model") -> int:
         """How many tokens of a prompt are there."""
         held, found = self.index.find(seed, tokens)
@@ -335,6 +340,22 @@ def test_a_chunk_begins_anew_and_needs_nothing_of_the_one_before():
     assert (found, held.count()) == (5 * PAGE, [1])
 
 
+def test_a_prompt_is_found_again_where_its_pages_got_other_numbers():
+    prompts = Prompts([FULL, Reach(window=PAGE)], [12, 12])
+    other, prompt = [7] * (4 * PAGE), [5] * (3 * PAGE + 1)
+    first, _ = prompts.compute(other)
+    held, _ = prompts.compute(prompt)
+    prompts.pages.free(first)
+    prompts.resize([4, 4], [held])
+    assert held.tables[0] and max(map(max, held.tables)) < 4
+    assert prompts.looked_up(prompt) == 3 * PAGE
+    prompts.pages.free(held)
+    prompts.resize([20, 20], [])
+    assert prompts.looked_up(prompt) == 3 * PAGE
+    # Some pages of the other one had to go, the last ones first.
+    assert prompts.looked_up(other) < 4 * PAGE - 1
+
+
 class Known:
     """What pages hold of beginnings, by all tokens of them; says how much of a prompt may be found at most."""
 
@@ -348,7 +369,11 @@ class Known:
                 del held[page]
                 then(page)
 
-            pool.forget = forget
+            def renumber(page, to, held=held, then=pool.renumber):
+                held[to] = held.pop(page)
+                then(page, to)
+
+            pool.forget, pool.renumber = forget, renumber
 
     def _add(self, held: Held, noted: range, seed: bytes, tokens: Sequence[int]) -> None:
         for group, table in enumerate(held.tables):
@@ -392,7 +417,9 @@ def test_what_is_found_is_right_and_as_much_as_there_is(data):
     prompts = Prompts(reaches, [data.draw(st.integers(4, 12)) for _ in reaches], **digest)
     known, running = Known(prompts), []
     for _ in range(data.draw(st.integers(1, 25))):
-        if running and data.draw(st.booleans()):
+        if not data.draw(st.integers(0, 5)):
+            prompts.resize([data.draw(st.integers(pool.in_use, 12)) for pool in prompts.pages.pools], running)
+        elif running and data.draw(st.booleans()):
             prompts.pages.free(running.pop(data.draw(st.integers(0, len(running) - 1))))
         else:
             beginning = data.draw(st.lists(st.integers(0, 2), max_size=4))
