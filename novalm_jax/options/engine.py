@@ -42,8 +42,9 @@ class EngineOptions:
     max_batch: int = 8
     """Requests that are decoded together."""
     kv_memory: str | int = "auto"
-    """Of device memory, what pages of the KV cache take at most; auto: what requests can use, beside the weights. Where
-    it is short, requests wait on the host."""
+    """Of device memory, what pages of the KV cache take; auto: what requests can use, beside the weights, and where
+    experts are streamed what requests need that are there, so that experts have the rest. Where it is short, requests
+    wait on the host."""
     prefill_seconds: float = 0.1
     """Seconds that requests wait for the prompts of others between two tokens at most, and for the layer that those
     are in."""

@@ -14,6 +14,7 @@ from interrupts import interrupted_at
 from jax_events import COMPILED, events_of
 from novalm_jax import LLM, EngineError, SamplingParams
 from novalm_jax.engine.exchange import GAIN, PATIENCE, PROPORTIONS, Exchange, proportions
+from novalm_jax.engine.executor import Executor
 from novalm_jax.engine.streamed_programs import StreamedPrograms
 from novalm_jax.experts.pools import DevicePool
 from novalm_jax.kernels.storage import tree_bytes
@@ -138,6 +139,14 @@ def test_pages_that_go_are_copied_first(moe_folder: Path, expected: Any) -> None
         for number in (0, 3):
             assert taken[number] + "".join(streams[number]) != ""
             assert streams[number].completion.token_ids == expected[20][number]
+
+
+def test_of_pages_that_are_not_copied_first_the_answers_tell(
+    moe_folder: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Executor, "copy", lambda self, copies: None)
+    with pytest.raises(AssertionError, match="token_ids"):
+        test_pages_that_go_are_copied_first(moe_folder, expected)
 
 
 def test_prompts_are_found_again_when_pages_have_come(moe_folder: Path, expected: Any) -> None:
