@@ -150,7 +150,8 @@ class Setting:
         if profile is not None:
             _check_shape("expert_profile", profile.name, profile.uses.shape, trace)
         hits = _hits_to_fit(trace, options) if options.pool == "fitted" else None
-        return Setting(trace, options, events_of(trace, options.batch), profile, hits)
+        events = events_of(trace, options.batch, options.quantum)
+        return Setting(trace, options, events, profile, hits)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -225,7 +226,8 @@ def _hits_to_fit(trace: Trace, options: SimulateOptions) -> np.ndarray:
     if options.fit_trace is not None:
         fitted = read_trace(options.fit_trace, "fit_trace")
         _check_shape("fit_trace", fitted.name, (fitted.experts.shape[1], fitted.num_experts), trace)
-    return lru_hits(events_of(fitted, options.batch), fitted.experts.shape[1], fitted.num_experts, apart=True)
+    events = events_of(fitted, options.batch, options.quantum)
+    return lru_hits(events, fitted.experts.shape[1], fitted.num_experts, apart=True)
 
 
 def _check_shape(option: str, name: str, shape: tuple[int, ...], trace: Trace) -> None:

@@ -103,10 +103,11 @@ class Cache:
             table.put(Record(layer, expert), slot)
 
 
-def events_of(trace: Trace, batch: int | None) -> Events:
-    """What is needed when steps are as recorded (None), or with so many sequences side by side."""
+def events_of(trace: Trace, batch: int | None, quantum: int = 0) -> Events:
+    """What is needed when steps are as recorded (None), or with so many sequences side by side, perhaps half of them at
+    a time; see `Trace.together`."""
     layers, most = trace.experts.shape[1], trace.num_experts
-    together = list(trace.together(batch))
+    together = list(trace.together(batch, quantum))
     steps = np.repeat(np.arange(len(together)), [len(rows) for rows in together])
     chosen = trace.experts[np.concatenate(together)]
     keys = (steps[:, None, None] * layers + np.arange(layers)[:, None]) * most + chosen

@@ -117,20 +117,27 @@ class Trace:
         order = np.argsort(self.sequence, kind="stable")
         return np.split(order, np.flatnonzero(np.diff(self.sequence[order])) + 1)
 
-    def together(self, batch: int | None) -> Iterator[np.ndarray]:
+    def together(self, batch: int | None, quantum: int = 0) -> Iterator[np.ndarray]:
         """The rows of each step, int `[n]`: as recorded (None), or with so many sequences side by side. Where one ends,
-        the next one begins."""
+        the next one begins. With a quantum, one half of them runs for so many steps before the other half does."""
         if batch is None:
             borders = np.flatnonzero(np.diff(self.step)) + 1
             yield from np.split(np.arange(len(self.step)), borders)
             return
         waiting = self.sequences()[::-1]
+        # What is left of each, those that have waited for longest first.
         running: list[np.ndarray] = []
+        turn, left = 0, 0
         while waiting or running:
             while waiting and len(running) < batch:
                 running.append(waiting.pop())
-            yield np.array([rows[0] for rows in running])
-            running = [rows[1:] for rows in running if len(rows) > 1]
+            if not turn or not left:
+                turn, left = -(-len(running) // 2) if quantum else len(running), quantum or 1
+            yield np.array([rows[0] for rows in running[:turn]])
+            left -= 1
+            went_on = [rows[1:] for rows in running[:turn] if len(rows) > 1]
+            running = [*running[turn:], *went_on] if not left else [*went_on, *running[turn:]]
+            turn = len(went_on)
 
     def fit(self, config: ModelConfig) -> np.ndarray:
         """What a model replays: int `[rows, layers, k]`, of its first layers and its best experts.

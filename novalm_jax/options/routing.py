@@ -53,6 +53,9 @@ class SimulateOptions(Checked):
     """Which expert leaves when a slot is needed: default, decayed, lfu, lru, or belady, which knows the future."""
     batch: int | None = None
     """Sequences side by side; where one ends the next begins. None: as recorded."""
+    quantum: int = 0
+    """Of sequences side by side one half runs for so many steps before the other half does, as decode_quantum has it;
+    0: all run in every step."""
     pool: Literal["global", "layer", "fitted"] = "global"
     """One pool for all layers, the same number of slots in each, or in each as many as fit_trace says."""
     fit_trace: str | None = None
@@ -77,6 +80,9 @@ class SimulateOptions(Checked):
         one_of(self, "pool")
         if self.batch is not None:
             self._whole("batch", 1, 2**31 - 1)
+        self._whole("quantum", 0, 2**31 - 1)
+        if self.quantum and self.batch is None:
+            raise OptionError("quantum: steps as recorded have none; give batch, too, or leave it out.")
         self._whole("first_tokens", 1, 2**31 - 1)
         self._real("compute_ms", 0.0, 1e9)
         self._real("admission", 1e-9, 1e9)

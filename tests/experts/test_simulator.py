@@ -272,6 +272,8 @@ def test_steps_need_what_their_rows_chose() -> None:
         ({"policy": "default,best"}, "policy: 'best' is not one of default, decayed, lfu, lru, belady"),
         ({"pool": "step"}, "pool"),
         ({"batch": 0}, "batch"),
+        ({"quantum": 4}, "give batch"),
+        ({"quantum": -1, "batch": 2}, "quantum"),
         ({"record_bytes": "0MB"}, "record_bytes: '0MB' is nothing"),
         ({"compute_ms": -1}, "compute_ms"),
         ({"compute_ms": 1}, "compute_ms: without a link"),

@@ -144,8 +144,8 @@ def test_a_trace_is_written_and_read(tmp_path: Path) -> None:
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
-def steps(trace: Trace, batch: int | None) -> list[list[int]]:
-    return [rows.tolist() for rows in trace.together(batch)]
+def steps(trace: Trace, batch: int | None, quantum: int = 0) -> list[list[int]]:
+    return [rows.tolist() for rows in trace.together(batch, quantum)]
 
 
 def test_sequences_run_side_by_side_and_the_next_begins_where_one_ends() -> None:
@@ -153,6 +153,16 @@ def test_sequences_run_side_by_side_and_the_next_begins_where_one_ends() -> None
     assert steps(trace, None) == steps(trace, 1) == [[row] for row in range(7)]
     assert steps(trace, 2) == [[0, 3], [1, 4], [2, 5], [6]]
     assert steps(trace, 9) == [[0, 3, 4, 6], [1, 5], [2]]
+
+
+def test_with_a_quantum_one_half_of_the_sequences_runs_before_the_other_does() -> None:
+    trace = Trace.of_rows("", some_experts(tokens=12), np.array([5, 3, 3, 1]))
+    # The first two for two steps, then the others, of which one ends; then those that waited.
+    assert steps(trace, 4, quantum=2) == [[0, 5], [1, 6], [8, 11], [9], [2, 7], [3], [10], [4]]
+    # Where one ends in the middle, the next one waits for its turn.
+    assert steps(trace, 2, quantum=3) == [[0], [1], [2], [5], [6], [7], [3], [4], [8], [9], [10], [11]]
+    for quantum in (1, 2, 5):
+        assert sorted(row for rows in steps(trace, 3, quantum) for row in rows) == list(range(12))
 
 
 def test_steps_as_recorded_may_be_taken_apart() -> None:
