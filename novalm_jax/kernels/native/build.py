@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +28,10 @@ _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-shared",
 _SECONDS = 300
 """That a compiler may take."""
 
+_lock = threading.Lock()
+_libraries: dict[str, ctypes.CDLL] = {}
+"""By the names of their custom calls; what XLA knows once cannot be taken back."""
+
 
 class BuildError(Exception):
     """The native code cannot be had here; says why, and what to do."""
@@ -38,7 +43,8 @@ def load() -> str:
     Raises:
       BuildError: it cannot be built; tried once in a process.
     """
-    name, reason = _loaded()
+    with _lock:
+        name, reason = _loaded()
     if name is None:
         raise BuildError(reason)
     return name
@@ -46,22 +52,24 @@ def load() -> str:
 
 @cache
 def _loaded() -> tuple[str | None, str]:
+    """The name, or why there is none."""
     try:
-        path = build()
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError as error:
-            raise BuildError(f"{path} cannot be loaded ({error}); remove it.") from error
+        return _register(build()), ""
     except BuildError as error:
         return None, str(error)
+
+
+def _register(path: Path) -> str:
     name = f"novalm_{path.stem}"
-    _register(name, library)
-    return name, ""
-
-
-@cache
-def _register(name: str, library: ctypes.CDLL) -> None:
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(library.novalm_expert_rows), platform="cpu")
+    if name not in _libraries:
+        try:
+            library = ctypes.CDLL(str(path))
+            handler = library.novalm_expert_rows
+        except (OSError, AttributeError) as error:
+            raise BuildError(f"{path} cannot be loaded ({error}); remove it.") from error
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+        _libraries[name] = library
+    return name
 
 
 def build() -> Path:

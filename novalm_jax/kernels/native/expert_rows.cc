@@ -44,7 +44,7 @@ constexpr int64_t kNeighbours = 512;
 constexpr int kStreams = 4;
 constexpr int kLine = 64;
 // Bytes of a stream that are fetched ahead of those that are computed with.
-constexpr int kAhead = 1024;
+constexpr int kAhead = 2048;
 
 template <typename Vector, typename Number>
 inline Vector Load(const Number* from) {
@@ -108,10 +108,12 @@ inline void Dot(const float* const* x, const Weight* matrix, int64_t inputs, int
                 float* const* out) {
   const Weight* weights[count];
   for (int o = 0; o < count; ++o) weights[o] = matrix + (output + o * apart) * inputs;
+  const float* from[rows];
+  std::copy(x, x + rows, from);
   Floats sums[count][rows] = {};
   auto add = [&](const Pair* pairs, int64_t i) {
     for (int r = 0; r < rows; ++r) {
-      Floats first = Load<Floats>(x[r] + i), second = Load<Floats>(x[r] + i + kLanes);
+      Floats first = Load<Floats>(from[r] + i), second = Load<Floats>(from[r] + i + kLanes);
       for (int o = 0; o < count; ++o) sums[o][r] += pairs[o].first * first;
       for (int o = 0; o < count; ++o) sums[o][r] += pairs[o].second * second;
     }
@@ -144,12 +146,18 @@ template <int rows, typename Weight>
 inline void AddInputs(const float* const* x, const Weight* matrix, int64_t input, int depth, int64_t outputs,
                       int64_t begin, int64_t end, float* const* out) {
   const Weight* weights = matrix + input * outputs;
+  const float* from[rows];
+  float* to[rows];
+  for (int r = 0; r < rows; ++r) {
+    from[r] = x[r] + input;
+    to[r] = out[r];
+  }
   int64_t o = begin;
   for (; o + kStep <= end; o += kStep) {
     Floats first[rows] = {}, second[rows] = {};
     for (int r = 0; r < rows && input; ++r) {
-      first[r] = Load<Floats>(out[r] + o);
-      second[r] = Load<Floats>(out[r] + o + kLanes);
+      first[r] = Load<Floats>(to[r] + o);
+      second[r] = Load<Floats>(to[r] + o + kLanes);
     }
     for (int j = 0; j < depth; ++j) {
       for (int line = 0; line < kStep; line += kLine / sizeof(Weight)) {
@@ -157,29 +165,29 @@ inline void AddInputs(const float* const* x, const Weight* matrix, int64_t input
       }
       Pair pair = LoadStep(weights + j * outputs + o);
       for (int r = 0; r < rows; ++r) {
-        first[r] += pair.first * x[r][input + j];
-        second[r] += pair.second * x[r][input + j];
+        first[r] += pair.first * from[r][j];
+        second[r] += pair.second * from[r][j];
       }
     }
     for (int r = 0; r < rows; ++r) {
-      Store(out[r] + o, first[r]);
-      Store(out[r] + o + kLanes, second[r]);
+      Store(to[r] + o, first[r]);
+      Store(to[r] + o + kLanes, second[r]);
     }
   }
   if (o == end) return;
   for (int r = 0; r < rows; ++r) {
     float last[kStep] = {};
-    if (input) std::memcpy(last, out[r] + o, (end - o) * sizeof(float));
+    if (input) std::memcpy(last, to[r] + o, (end - o) * sizeof(float));
     Floats first = Load<Floats>(last), second = Load<Floats>(last + kLanes);
     for (int j = 0; j < depth; ++j) {
       Weight some[kStep] = {};
       std::memcpy(some, weights + j * outputs + o, (end - o) * sizeof(Weight));
-      first += LoadLanes(some) * x[r][input + j];
-      second += LoadLanes(some + kLanes) * x[r][input + j];
+      first += LoadLanes(some) * from[r][j];
+      second += LoadLanes(some + kLanes) * from[r][j];
     }
     Store(last, first);
     Store(last + kLanes, second);
-    std::memcpy(out[r] + o, last, (end - o) * sizeof(float));
+    std::memcpy(to[r] + o, last, (end - o) * sizeof(float));
   }
 }
 
