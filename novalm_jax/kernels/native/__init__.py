@@ -66,7 +66,12 @@ def rows_times(x: jax.Array, slots: jax.Array, stack: jax.Array, inputs_first: b
         negative one gives zeros; one that is not there ends the program with an error.
       stack: `[s, o, i]`, or `[s, i, o]` with `inputs_first`; in the dtype of x or in storage form.
       inputs_first: how matrices lie.
+
+    Raises:
+      TypeError: another dtype of x.
     """
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        raise TypeError(f"native products are of float32 or bfloat16, not {x.dtype}")
     stored = storage_dtype(np.dtype(x.dtype))
     results = (
         jax.ShapeDtypeStruct((slots.shape[0], stack.shape[2 if inputs_first else 1]), jnp.float32),
