@@ -267,7 +267,7 @@ class Apart:
         return self._compiled[key](*arguments)
 
 
-@pytest.mark.parametrize(("rows", "kernels"), zip(DECODE_ROWS[:2], ("xla", "native"), strict=True))
+@pytest.mark.parametrize(("rows", "kernels"), [(DECODE_ROWS[0], "xla"), (DECODE_ROWS[1], "native")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ["qwen2_moe", "granitemoe", "deepseek_v3", "gpt_oss", "llama4_text"])
 def test_a_step_cut_at_the_router_gives_the_bits_of_the_whole_step(
