@@ -120,8 +120,24 @@ def enable_compilation_cache(folder: Path) -> None:
 
 def compilation_cache_folder() -> Path:
     """Where the user's compiled programs are kept: below XDG_CACHE_HOME, else ~/.cache."""
+    return _cache_folder() / "programs"
+
+
+def native_code_folder() -> Path:
+    """Where native code that was built for this machine is kept, beside compiled programs."""
+    return _cache_folder() / "native"
+
+
+def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "novalm-jax" / "programs"
+    return Path(base) / "novalm-jax"
+
+
+def jaxlib_version() -> str:
+    """Of the library that native code is built against."""
+    import jaxlib
+
+    return jaxlib.__version__
 
 
 def pinned_array(shape: tuple[int, ...], dtype: np.dtype) -> tuple[jax.Array, np.ndarray]:

@@ -147,7 +147,12 @@ def shared_programs() -> Iterator[dict[Any, Any]]:
 
     def shared(self: Programs, key: Any, function: Any, held: Any, live: Any, donate: Any = ()) -> jax.stages.Compiled:
         if key not in self._compiled:
-            same = self.config, key, *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((held, live)))
+            same = (
+                self.config,
+                self.shapes.kernels,
+                key,
+                *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((held, live))),
+            )
             if same not in known:
                 known[same] = get(self, key, function, held, live, donate), self._workspace[key]
             self._compiled[key], self._workspace[key] = known[same]

@@ -131,7 +131,7 @@ def padding_is_dispatched(patch: Patch) -> None:
 
 def empty_experts_unwritten(patch: Patch) -> None:
     """The products of all experts are added up, each times whether it was chosen."""
-    for name in ("by_expert", "grouped"):
+    for name in ("by_choice", "by_expert", "grouped"):
         right = getattr(kernel, name)
 
         def products(x: jax.Array, ids: jax.Array, weights: Any, *more: Any, right: Any = right) -> jax.Array:

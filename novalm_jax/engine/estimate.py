@@ -41,7 +41,7 @@ def estimate_plan(
 
     Args:
       config: the model.
-      options: `dtype` and `max_batch` of them.
+      options: `dtype`, `max_batch` and `kernels` of them.
       context: tokens of a request.
       pages: of layers that see everything; None: for `max_batch` requests.
       slots: experts on the device, where they come and go; None where all of them stay, 0 where there are none.
@@ -50,7 +50,7 @@ def estimate_plan(
       expert_bits: as in `expert_bytes`.
     """
     dtype = np.dtype(jnp.dtype(options.dtype))
-    shapes = Shapes.of(config, options.max_batch, context, dtype, pages, pass_chunks)
+    shapes = Shapes.of(config, options.max_batch, context, dtype, pages, pass_chunks, options.kernels)
     workspace = Workspace(config, shapes, dense)
     held = {
         "KV cache": sum(page_bytes(config, shapes.capacity, shapes.pages, dtype)),

@@ -98,7 +98,7 @@ class Sizes(ABC):
     """
 
     def __init__(self, config: ModelConfig, options: EngineOptions):
-        """`dtype` and `max_batch` count of the options."""
+        """`dtype`, `max_batch` and `kernels` count of the options."""
         self.config = config
         self.records = count_records(config)
         self.fewest_slots = _fewest_slots(config)
@@ -117,7 +117,8 @@ class Sizes(ABC):
 
     def shapes(self, context: int, pages: int, pass_chunks: int = 1) -> Shapes:
         """What programs are compiled for."""
-        return Shapes.of(self.config, self._options.max_batch, context, self._dtype, pages, pass_chunks)
+        options = self._options
+        return Shapes.of(self.config, options.max_batch, context, self._dtype, pages, pass_chunks, options.kernels)
 
     def kv_bytes(self, context: int, pages: int, pass_chunks: int = 1) -> int:
         """What pages take."""

@@ -24,6 +24,7 @@ from novalm_jax.models.decoder import Decoder, DecoderLayer, Routed, embedded, r
 from novalm_jax.models.moe import MoE, input_scales
 from novalm_jax.models.params import parameters_of
 from novalm_jax.models.router import Routing, stacked
+from novalm_jax.options import Kernels
 
 DECODE_ROWS = (4, 8, 16, 32)
 """Row counts that decode is compiled for. XLA's CPU backend rounds bfloat16 products of 2 rows differently."""
@@ -151,8 +152,10 @@ class Decoded(NamedTuple):
 class Functions:
     """The functions that are compiled, over one `Structure`, for sequences of so many positions at most."""
 
-    def __init__(self, structure: Structure, capacity: int):
+    def __init__(self, structure: Structure, capacity: int, kernels: Kernels = "xla"):
+        """`kernels` as in `Shapes`."""
         self._structure = structure
+        self._native = kernels == "native"
         config = structure.config
         self._groups = dict(zip(config.layers, groups_of(config, capacity), strict=True))
 
@@ -243,7 +246,8 @@ class Functions:
         ids, scales = routed.routing.ids, input_scales(config.feed_forward, routed.routing)
         expert = config.feed_forward.expert
         if len(ids) < EXPERT_GROUP:
-            return expert_kernel.by_expert(routed.h, ids, weights, expert, scales, wave)
+            few = expert_kernel.by_choice if self._native else expert_kernel.by_expert
+            return few(routed.h, ids, weights, expert, scales, wave)
         return expert_kernel.grouped(routed.h, ids, weights, expert, EXPERT_GROUP, scales, wave)
 
     def decode(

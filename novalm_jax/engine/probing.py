@@ -41,6 +41,7 @@ from novalm_jax.experts.pools import DevicePool, HostPool
 from novalm_jax.experts.records import Record, RecordReader, moe_layers, new_record
 from novalm_jax.experts.slots import NOWHERE, SlotTable
 from novalm_jax.experts.streamer import NoExperts, Streamer
+from novalm_jax.kernels.native import choose_kernels
 from novalm_jax.kernels.storage import storage_dtype
 from novalm_jax.models.decoder import Decoder
 from novalm_jax.models.params import parameters_of
@@ -83,7 +84,8 @@ class Probe:
         assert isinstance(layer.feed_forward, MoEConfig)
         self._layer, self._moe, self._batch = layer, layer.feed_forward, batch
         self._prompt = prefill_rows(capacity_for(config.context_length))[-1]
-        self._shapes = Shapes.of(config, batch, self._prompt, np.dtype(jnp.dtype(dtype)))
+        kernels = choose_kernels("auto")
+        self._shapes = Shapes.of(config, batch, self._prompt, np.dtype(jnp.dtype(dtype)), kernels=kernels)
         one = StreamedPrograms(abstract_model(replace(config, layers=(layer,)), dtype), self._shapes, 1)
         self.record_bytes = one.record_bytes
         self._ends_read = dense_read(config, self._shapes.dtype, ())

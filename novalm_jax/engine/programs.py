@@ -32,6 +32,7 @@ from novalm_jax.kv import paged
 from novalm_jax.kv.paged import MOVED_TOGETHER, LayerPages, groups_of, page_counts, page_shape, reaches_of
 from novalm_jax.kv.pages import PAGE, blocks
 from novalm_jax.models.decoder import Decoder
+from novalm_jax.options import Kernels
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,15 @@ class Shapes:
       capacity: positions of a sequence at most.
       pages: of each group of layers.
       dtype: of numbers.
+      kernels: what multiplies decode rows by their experts, native code or xla; auto for formulas of memory, which
+        hold for both then.
     """
 
     rows: int
     capacity: int
     pages: tuple[int, ...]
     dtype: np.dtype
+    kernels: Kernels = "xla"
 
     @classmethod
     def of(
@@ -59,13 +63,15 @@ class Shapes:
         dtype: np.dtype,
         pages: int | None = None,
         pass_chunks: int = 1,
+        kernels: Kernels = "xla",
     ) -> Shapes:
         """For sequences of `context` tokens: with `pages` for layers that see everything, None for as many as all rows
         can fill, and for others those of them that they can fill while so many prefill chunks run side by side."""
         capacity = capacity_for(context)
         together = min(capacity, pass_chunks * prefill_rows(capacity)[-1])
         most = rows * blocks(capacity) if pages is None else pages
-        return cls(rows, capacity, page_counts(reaches_of(config, capacity), rows, capacity, most, together), dtype)
+        counts = page_counts(reaches_of(config, capacity), rows, capacity, most, together)
+        return cls(rows, capacity, counts, dtype, kernels)
 
 
 _Find = Callable[..., jax.stages.Compiled]
@@ -97,11 +103,12 @@ class Programs:
     """
 
     def __init__(self, model: Decoder, shapes: Shapes):
+        assert shapes.kernels != "auto"
         structure = Structure(model)
         self.shapes = shapes
         self.config = structure.config
         self.reaches = reaches_of(self.config, shapes.capacity)
-        self._functions = Functions(structure, shapes.capacity)
+        self._functions = Functions(structure, shapes.capacity, shapes.kernels)
         self._weights = _in_storage_form(structure.take_apart(model))
         self.groups = groups_of(self.config, shapes.capacity)
         self._pages = tuple(

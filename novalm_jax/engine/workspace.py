@@ -7,10 +7,13 @@ which some share their memory; tests hold the bounds against compiled programs.
 
 from __future__ import annotations
 
+import math
+
 from novalm_jax.config import AttentionConfig, LatentConfig, LayerConfig, MLPConfig, ModelConfig, MoEConfig
 from novalm_jax.engine.functions import DECODE_ROWS, EXPERT_GROUP, HEAD_BLOCK
 from novalm_jax.engine.programs import Shapes, decode_rows, prefill_rows
 from novalm_jax.experts.dense import DensePlan
+from novalm_jax.kernels.native import unpacked_shape
 from novalm_jax.kv.paged import MOVED_TOGETHER, page_bytes
 from novalm_jax.kv.pages import PAGE
 from novalm_jax.models.counts import expert_count
@@ -277,15 +280,14 @@ class Workspace:
         return (2 * _F32 + 3 * self._item) * count * width + self._normed(count)
 
     def _multiplied(self, layer: LayerConfig, rows: int) -> int:
-        """Rows times their experts, one expert at a time, beside the products that go out."""
+        """Rows times their experts, beside the products that go out."""
+        if rows < EXPERT_GROUP:
+            ways = {"native": self._natively, "xla": self._by_expert}
+            return max(way(layer, rows) for name, way in ways.items() if self.shapes.kernels in (name, "auto"))
         assert isinstance(layer.feed_forward, MoEConfig)
         moe, d = layer.feed_forward, self.config.hidden_size
         weights = self._item * expert_count(d, moe.expert)
         choices = rows * moe.experts_per_token
-        if rows < EXPERT_GROUP:
-            # Products before and after an expert's go in, which the CPU does in float32.
-            kept = (self._item + _F32) * choices * d
-            return kept + weights + self._one_expert(rows, layer) + 4 * _I32 * (moe.num_experts + choices)
         groups = min(choices, choices // EXPERT_GROUP + moe.num_experts)
         lists = 6 * _I32 * (choices + groups + moe.num_experts) + 2 * _I32 * groups * EXPERT_GROUP
         kept = self._item * choices * d
@@ -293,6 +295,31 @@ class Workspace:
             # The CPU scatters and gathers such rows in float32, all of them for each group.
             kept += _F32 * (choices + rows) * d
         return kept + weights + self._one_expert(EXPERT_GROUP, layer) + lists
+
+    def _by_expert(self, layer: LayerConfig, rows: int) -> int:
+        """Few rows, one expert at a time."""
+        assert isinstance(layer.feed_forward, MoEConfig)
+        moe, d = layer.feed_forward, self.config.hidden_size
+        choices = rows * moe.experts_per_token
+        # Products before and after an expert's go in, which the CPU does in float32.
+        kept = (self._item + _F32) * choices * d
+        weights = self._item * expert_count(d, moe.expert)
+        return kept + weights + self._one_expert(rows, layer) + 4 * _I32 * (moe.num_experts + choices)
+
+    def _natively(self, layer: LayerConfig, rows: int) -> int:
+        """Few rows, all choices at once: what is unpacked of inputs, products and biases in float32, and what is
+        rounded. Weights are read where they lie."""
+        assert isinstance(layer.feed_forward, MoEConfig)
+        moe, d = layer.feed_forward, self.config.hidden_size
+        choices, width = rows * moe.experts_per_token, moe.expert.width
+        scaled = moe.router.scale_inputs
+        inputs = math.prod(unpacked_shape(choices if scaled else rows, d))
+        inside = math.prod(unpacked_shape(choices, width))
+        wide = 2 * inputs + inside + choices * (2 * width + d)
+        if moe.expert.bias:
+            wide += choices * max(2 * width, d)
+        narrow = choices * ((2 if scaled else 1) * d + 2 * width)
+        return _F32 * wide + self._item * narrow + 4 * _I32 * (moe.num_experts + choices)
 
     def _one_expert(self, rows: int, layer: LayerConfig) -> int:
         assert isinstance(layer.feed_forward, MoEConfig)

@@ -3,14 +3,16 @@
 `reference` says what is meant. Two fast forms compute an expert with one compiled body, run one expert at a time, so
 that an expert's product does not depend on which others are computed, where they live, or how many there are.
 `by_expert` is for few rows (decode): every present expert takes all rows in place. `grouped` is for many (prefill,
-training): rows are gathered expert by expert into groups of fixed size. Its gradient is such a loop too. Both also run
-in waves, a group of experts at a time, whose weights lie in slots of a pool.
+training): rows are gathered expert by expert into groups of fixed size. Its gradient is such a loop too. `by_choice`
+is for few rows on the CPU: native products of each choice with the weights where they lie. All three also run in waves,
+a group of experts at a time, whose weights lie in slots of a pool.
 
 Knows nothing of routers or tiers. A choice of `num_experts` or more means "no expert" and yields zeros.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from novalm_jax.config import Activation, ClampConfig, ExpertConfig
+from novalm_jax.kernels import native
 from novalm_jax.kernels.linear import einsum
 from novalm_jax.kernels.storage import view_as
 
@@ -28,6 +31,9 @@ _ACTIVATIONS = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
+
+_Product = Callable[[jax.Array, jax.Array | None, bool, jax.Array], jax.Array]
+"""(matrix, bias, whether inputs are first in it, inputs) -> float32."""
 
 
 class Weights(NamedTuple):
@@ -78,6 +84,11 @@ def expert_product(x: jax.Array, weights: Weights, config: ExpertConfig) -> jax.
         out = einsum("ti,io->to" if inputs_first else "ti,oi->to", inputs, matrix)
         return out if bias is None else out + bias.astype(jnp.float32)[None]
 
+    return _gated_mlp(x, weights, config, product)
+
+
+def _gated_mlp(x: jax.Array, weights: Weights, config: ExpertConfig, product: _Product) -> jax.Array:
+    """The gated MLP on rows of x, in its dtype, with whatever multiplies them by matrices."""
     up = product(weights.up, weights.up_bias, config.inputs_first, x)
     if config.joint == "halves":
         gate, up = jnp.split(up, 2, axis=-1)
@@ -144,6 +155,29 @@ def by_expert(
     return lax.fori_loop(0, present.sum(), add_expert, begun)
 
 
+def by_choice(
+    x: jax.Array,
+    ids: jax.Array,
+    weights: Weights,
+    config: ExpertConfig,
+    scales: jax.Array | None = None,
+    wave: Wave | None = None,
+) -> jax.Array:
+    """As `by_expert`, with products of `native`, from stacks in storage form or in the dtype of x, and for any number
+    of rows, whose bits do not depend on each other."""
+    slots = jnp.where(ids < len(weights.down), ids, -1) if wave is None else _looked_up(wave.slots, ids)
+    slots = slots.reshape(-1)
+    rows = x if scales is None else _times(jnp.repeat(x, ids.shape[1], axis=0), scales.reshape(-1))
+
+    def product(stack: jax.Array, bias: jax.Array | None, inputs_first: bool, inputs: jax.Array) -> jax.Array:
+        out = native.rows_times(inputs, slots, stack, inputs_first)
+        return out if bias is None else out + view_as(bias[slots], x.dtype).astype(jnp.float32)
+
+    products = _gated_mlp(rows, weights, config, product).reshape(*ids.shape, -1)
+    begun = jnp.zeros_like(products) if wave is None else wave.products
+    return jnp.where(slots.reshape(*ids.shape, 1) >= 0, products, begun)
+
+
 def grouped(
     x: jax.Array,
     ids: jax.Array,
@@ -189,7 +223,7 @@ def _add_groups(
 ) -> jax.Array:
     num_experts = _num_experts(weights, wave)
     if wave is not None:
-        ids = jnp.where(wave.slots.at[ids].get(mode="fill", fill_value=-1) >= 0, ids, num_experts)
+        ids = jnp.where(_looked_up(wave.slots, ids) >= 0, ids, num_experts)
     groups = _groups(ids, num_experts, group)
 
     def add_group(i: jax.Array, products: jax.Array) -> jax.Array:
@@ -201,6 +235,11 @@ def _add_groups(
     begun = jnp.zeros((*ids.shape, x.shape[-1]), x.dtype) if wave is None else wave.products
     products = lax.fori_loop(0, groups.used, add_group, begun.reshape(ids.size, x.shape[-1]))
     return products.reshape(*ids.shape, x.shape[-1])
+
+
+def _looked_up(slots: jax.Array, ids: jax.Array) -> jax.Array:
+    """The slot of each choice; -1 for those of no expert."""
+    return slots.at[ids].get(mode="fill", fill_value=-1)
 
 
 def _num_experts(weights: Weights, wave: Wave | None) -> int:

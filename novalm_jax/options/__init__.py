@@ -4,7 +4,7 @@ Plain data with the checks that need nothing but the values themselves. Knows no
 `--help` is quick.
 """
 
-from novalm_jax.options.checks import Dtype, PolicyName, check_dtype
+from novalm_jax.options.checks import Dtype, Kernels, PolicyName, check_dtype
 from novalm_jax.options.engine import EngineOptions
 from novalm_jax.options.files import ConvertOptions
 from novalm_jax.options.measuring import (
@@ -28,6 +28,7 @@ __all__ = [
     "ConvertOptions",
     "Dtype",
     "EngineOptions",
+    "Kernels",
     "MakeModelOptions",
     "MakeTraceOptions",
     "ModelShape",

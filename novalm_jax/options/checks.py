@@ -17,6 +17,7 @@ from novalm_jax.units import parse_size
 
 Dtype = Literal["float32", "bfloat16"]
 PolicyName = Literal["default", "decayed", "lfu", "lru"]
+Kernels = Literal["auto", "native", "xla"]
 
 
 @dataclass(frozen=True)

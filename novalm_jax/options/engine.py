@@ -10,6 +10,7 @@ from typing import Literal
 from novalm_jax.errors import OptionError
 from novalm_jax.options.checks import (
     Dtype,
+    Kernels,
     PolicyName,
     as_path,
     as_real,
@@ -56,6 +57,9 @@ class EngineOptions:
     dense_weights: Literal["auto", "device", "stream"] = "auto"
     """Where weights are that every token needs. device: there, or the model is refused. stream: layer by layer from
     the host, with as many layers on the device as have room. auto: on the device if they fit, else streamed."""
+    kernels: Kernels = "auto"
+    """What computes the experts of decode rows. native: C++, on the CPU alone, built at first need, for which a C++
+    compiler must be there. xla: XLA, several times slower there. auto: native where it can be had."""
     policy: PolicyName = "default"
     """Which expert leaves when a slot is needed: the one expected to be unused for longest, that with the lowest
     decayed count or count of uses, or that used longest ago."""
@@ -82,6 +86,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
         one_of(self, "dense_weights")
+        one_of(self, "kernels")
         one_of(self, "policy")
         one_of(self, "prefetch")
         if self.link_rate is not None and self.link_rate < 1:

@@ -133,8 +133,8 @@ def _products_in_expert_order(patch: Patch) -> None:
     def sorted_ids(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return lambda x, ids, *others: kernel(x, _by_expert(ids, ids), *others)
 
-    patch.setattr(expert_kernel, "by_expert", sorted_ids(expert_kernel.by_expert))
-    patch.setattr(expert_kernel, "grouped", sorted_ids(expert_kernel.grouped))
+    for name in ("by_choice", "by_expert", "grouped"):
+        patch.setattr(expert_kernel, name, sorted_ids(getattr(expert_kernel, name)))
 
 
 def _reordered_combine(patch: Patch, weights: bool, products: bool) -> None:

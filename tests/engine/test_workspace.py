@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ from novalm_jax.config import LayerConfig, ModelConfig, MoEConfig
 from novalm_jax.engine.estimate import estimate_plan
 from novalm_jax.engine.programs import Programs, Shapes, decode_rows, prefill_rows
 from novalm_jax.engine.streamed_programs import StreamedPrograms
+from novalm_jax.engine.workspace import Workspace
 from novalm_jax.models.families import find_family
-from novalm_jax.options import EngineOptions, MakeModelOptions
+from novalm_jax.options import EngineOptions, Kernels, MakeModelOptions
 from novalm_jax.training.recipe import config_json
 from workspace_helpers import assert_bounded, grown_config
 
@@ -42,9 +44,10 @@ def sparse_layers(config: ModelConfig) -> list[LayerConfig]:
 
 
 def programs_of(
-    config: ModelConfig, dtype: str, rows: int, context: int, pages: int | None = None
+    config: ModelConfig, dtype: str, rows: int, context: int, pages: int | None = None, kernels: Kernels = "xla"
 ) -> tuple[Programs, StreamedPrograms | None]:
-    model, shapes = abstract_model(config, dtype), Shapes.of(config, rows, context, np.dtype(jnp.dtype(dtype)), pages)
+    model = abstract_model(config, dtype)
+    shapes = Shapes.of(config, rows, context, np.dtype(jnp.dtype(dtype)), pages, kernels=kernels)
     return Programs(model, shapes), StreamedPrograms(model, shapes, 8) if sparse_layers(config) else None
 
 
@@ -148,14 +151,34 @@ def test_bounds_of_larger_layers(case, dtype, shape):
         assert_bounded(programs)
 
 
-CROSS = itertools.product(CASES, (False, True), ("float32", "bfloat16"), SHAPES)
+@pytest.mark.parametrize(("case", "dtype", "rows"), [("gpt_oss", "bfloat16", 4), ("llama4_text", "float32", 32)])
+def test_bounds_of_decoding_with_native_products(case, dtype, rows):
+    """With biases and with scaled inputs; and a bound for whichever kernels there will be holds for both."""
+    config = grown_config(golden_config(case))
+    layer, steps = sparse_layers(config)[-1], []
+    for kernels in ("native", "xla"):
+        resident, streamed = programs_of(config, dtype, rows, 128, kernels=kernels)
+        assert streamed is not None
+        resident.decode(rows)
+        streamed.first_wave(layer, rows)
+        streamed.wave(layer, rows)
+        for programs in (resident, streamed):
+            assert_bounded(programs)
+        either = Workspace(config, replace(resident.shapes, kernels="auto"))
+        assert either.decode(rows) >= Workspace(config, resident.shapes).decode(rows)
+        steps.append(streamed._workspace["first wave", layer, rows])
+    # Native products read weights where they lie.
+    assert steps[0] < steps[1]
+
+
+CROSS = itertools.product(CASES, (False, True), ("float32", "bfloat16"), SHAPES, ("native", "xla"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "larger", "dtype", "shape"), list(CROSS))
-def test_bounds_of_every_program(case, larger, dtype, shape):
+@pytest.mark.parametrize(("case", "larger", "dtype", "shape", "kernels"), list(CROSS))
+def test_bounds_of_every_program(case, larger, dtype, shape, kernels):
     config = grown_config(golden_config(case)) if larger else golden_config(case)
-    resident, streamed = programs_of(config, dtype, *shape)
+    resident, streamed = programs_of(config, dtype, *shape, kernels=kernels)
     compile_all(resident)
     assert_bounded(resident)
     if streamed is not None:

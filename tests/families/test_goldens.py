@@ -33,6 +33,7 @@ from novalm_jax.models.attention import Positions
 from novalm_jax.models.decoder import Decoder, Routed
 from novalm_jax.models.families import FAMILIES
 from novalm_jax.models.params import LOGICAL_AXES, parameters_of
+from novalm_jax.options import Kernels
 from paged_helpers import Sequences
 from workspace_helpers import assert_bounded
 
@@ -54,13 +55,14 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @functools.cache
-def programs_of(config: ModelConfig, dtype: str, rows: int) -> Programs:
-    return Programs(abstract_model(config, dtype), Shapes.of(config, rows, CAPACITY, np.dtype(jnp.dtype(dtype))))
+def programs_of(config: ModelConfig, dtype: str, rows: int, kernels: Kernels = "native") -> Programs:
+    shapes = Shapes.of(config, rows, CAPACITY, np.dtype(jnp.dtype(dtype)), kernels=kernels)
+    return Programs(abstract_model(config, dtype), shapes)
 
 
-def sequences_of(case: str, dtype: str = "float32", rows: int = 2) -> Sequences:
+def sequences_of(case: str, dtype: str = "float32", rows: int = 2, kernels: Kernels = "native") -> Sequences:
     checkpoint = Checkpoint.open(GOLDEN / case)
-    programs = programs_of(checkpoint.config, dtype, rows)
+    programs = programs_of(checkpoint.config, dtype, rows, kernels)
     return Sequences(ResidentExecutor(checkpoint.load(dtype, put_stored), programs, 0))
 
 
@@ -176,12 +178,13 @@ def test_prefill_and_decode_give_the_golden_logits_and_ids(case: str) -> None:
     assert_bounded(sequences.executor._programs)
 
 
+@pytest.mark.parametrize("kernels", ["native", "xla"])
 @pytest.mark.parametrize(
     "case",
     ["mixtral-bf16", "qwen2_moe", "olmoe-clip", "granitemoe", "deepseek_v3", "gpt_oss", "llama4_text-chunk"],
 )
-def test_prefill_and_decode_in_bfloat16(case: str) -> None:
-    sequences = sequences_of(case, "bfloat16")
+def test_prefill_and_decode_in_bfloat16(case: str, kernels: Kernels) -> None:
+    sequences = sequences_of(case, "bfloat16", kernels=kernels)
     logits = stepwise(sequences, golden(case).ids)
     assert correlation(logits, golden(case).logits) > 0.995
     assert correlation(logits, whole(load_model(GOLDEN / case, "bfloat16"), golden(case).ids)) > 0.999
@@ -216,10 +219,11 @@ def test_a_row_does_not_depend_on_its_neighbours(case: str, dtype: str) -> None:
 class Apart:
     """A decode step as programs of its own on each side of the router, one expert subset after the other."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, pages: tuple[LayerPages, ...], capacity: int):
+    def __init__(self, config: ModelConfig, weights: ModelWeights, pages: tuple[LayerPages, ...], native: bool):
+        self._product = expert_kernel.by_choice if native else expert_kernel.by_expert
         self._structure = Structure(abstract_model(config, str(weights.outer[0].dtype)))
         self._config, self._weights = config, weights
-        self._functions = Functions(self._structure, capacity)
+        self._functions = Functions(self._structure, CAPACITY)
         self._compiled: dict[Any, Any] = {}
         self.pages = list(pages)
 
@@ -247,7 +251,7 @@ class Apart:
             mine = np.where(subset, ids, moe_config.num_experts)
             part = self._call(
                 ("experts", config),
-                lambda h, ids, weights, scales: expert_kernel.by_expert(h, ids, weights, moe_config.expert, scales),
+                lambda h, ids, weights, scales: self._product(h, ids, weights, moe_config.expert, scales),
                 *(routed.h, mine, layer.experts, scales),
             )
             products = part if products is None else np.where(subset[..., None], part, products)
@@ -263,18 +267,20 @@ class Apart:
         return self._compiled[key](*arguments)
 
 
-@pytest.mark.parametrize("rows", DECODE_ROWS[:2])
+@pytest.mark.parametrize(("rows", "kernels"), [(DECODE_ROWS[0], "xla"), (DECODE_ROWS[1], "native")])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", ["qwen2_moe", "granitemoe", "deepseek_v3", "gpt_oss", "llama4_text"])
-def test_a_step_cut_at_the_router_gives_the_bits_of_the_whole_step(case: str, dtype: str, rows: int) -> None:
+def test_a_step_cut_at_the_router_gives_the_bits_of_the_whole_step(
+    case: str, dtype: str, rows: int, kernels: Kernels
+) -> None:
     checkpoint = Checkpoint.open(GOLDEN / case)
     model = checkpoint.load(dtype, put_stored)
-    weights, programs = Structure.take_apart(model), programs_of(checkpoint.config, dtype, rows)
+    weights, programs = Structure.take_apart(model), programs_of(checkpoint.config, dtype, rows, kernels)
     pages, blocks = programs.new_pages(), CAPACITY // PAGE
     # Row r has page r of every group first, then page r + rows.
     table = (np.arange(rows)[:, None] + rows * np.arange(blocks)[None]).astype(np.int32)
     tokens = np.random.default_rng(rows).integers(3, 96, (8, rows)).astype(np.int32)
-    apart = Apart(checkpoint.config, weights, programs.new_pages(), CAPACITY)
+    apart = Apart(checkpoint.config, weights, programs.new_pages(), kernels == "native")
     for at, now in enumerate(tokens):
         # The last row is idle at first, as in a bucket that is not full.
         positions = np.full(rows, at, np.int32)

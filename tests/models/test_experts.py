@@ -95,7 +95,7 @@ def products_of(
 
 run = jax.jit(products_of, static_argnames=("kernel", "config"))
 
-KERNELS = ("reference", "by_expert", "grouped by 8", "grouped by 64")
+KERNELS = ("reference", "by_expert", "by_choice", "grouped by 8", "grouped by 64")
 
 
 def choices(kind: str, t: int, k: int, e: int) -> np.ndarray:
@@ -117,13 +117,13 @@ def test_layouts(config: ExpertConfig) -> None:
     drawn, x, ids = draw(3), random(9, D), choices("nobody here and there", 9, 2, 3)
     scales = random(9, 2, seed=8) if config.inputs_first else None
     expected = plain_experts(x, ids, drawn, config, scales)
-    for kernel in KERNELS[:3] if config.joint == "alternate" else KERNELS[1:2]:
+    for kernel in KERNELS[:4] if config.joint == "alternate" else KERNELS[1:3]:
         out = run(kernel, x, jnp.asarray(ids), drawn.laid_out(config), config, scales)
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-4, err_msg=kernel)
         assert not np.asarray(out)[ids == 3].any(), kernel
 
 
-@pytest.mark.parametrize("kernel", KERNELS[:3])
+@pytest.mark.parametrize("kernel", KERNELS[:4])
 @pytest.mark.parametrize(
     ("kind", "t", "k", "layout"),
     [
@@ -244,7 +244,9 @@ def test_there_are_no_more_groups_than_are_needed(kind: str) -> None:
 
 
 @pytest.mark.parametrize("config", [PLAIN, OTHER], ids=["plain", "other"])
-@pytest.mark.parametrize(("kernel", "t"), [("by_expert", 2), ("by_expert", 64), ("grouped by 8", 64)])
+@pytest.mark.parametrize(
+    ("kernel", "t"), [("by_expert", 2), ("by_expert", 64), ("by_choice", 3), ("by_choice", 64), ("grouped by 8", 64)]
+)
 def test_storage_form_computes_the_same_bits(kernel: str, t: int, config: ExpertConfig) -> None:
     drawn, ids = draw(5, dtype=jnp.bfloat16), choices("any", t, 3, 5)
     x, weights = random(t, D, dtype=jnp.bfloat16), drawn.laid_out(config)
@@ -261,6 +263,10 @@ def test_storage_form_computes_the_same_bits(kernel: str, t: int, config: Expert
         (2, "by_expert", PLAIN, jnp.bfloat16),
         (8, "by_expert", PLAIN, jnp.float32),
         (8, "by_expert", OTHER, jnp.bfloat16),
+        (1, "by_choice", PLAIN, jnp.bfloat16),
+        (32, "by_choice", PLAIN, jnp.float32),
+        (7, "by_choice", OTHER, jnp.bfloat16),
+        (16, "by_choice", OTHER, jnp.float32),
         (64, "grouped by 64", PLAIN, jnp.bfloat16),
         (64, "grouped by 64", OTHER, jnp.float32),
     ],
@@ -287,6 +293,8 @@ def test_a_product_does_not_depend_on_what_else_is_computed(
     [
         (4, "by_expert", PLAIN, jnp.bfloat16),
         (8, "by_expert", OTHER, jnp.float32),
+        (4, "by_choice", PLAIN, jnp.float32),
+        (32, "by_choice", OTHER, jnp.bfloat16),
         (64, "grouped by 64", OTHER, jnp.bfloat16),
         (130, "grouped by 8", PLAIN, jnp.float32),
     ],
@@ -331,15 +339,16 @@ def test_waves_from_slots_give_the_bits_of_one_product(
         (64, 2880, jnp.bfloat16),
     ],
 )
-def test_a_product_does_not_depend_on_the_number_of_rows(d: int, f: int, dtype: Any) -> None:
-    """In the layout of gpt-oss and at its widths, with scales as Llama 4 has them."""
-    config = ExpertConfig(f, "silu", True, OTHER.clamp, "alternate", inputs_first=True, down_inputs_first=True)
+@pytest.mark.parametrize(("kernel", "first"), [("by_expert", True), ("by_choice", True), ("by_choice", False)])
+def test_a_product_does_not_depend_on_the_number_of_rows(kernel: str, first: bool, d: int, f: int, dtype: Any) -> None:
+    """In the layout of gpt-oss and at its widths, and with outputs first; with scales as Llama 4 has them."""
+    config = ExpertConfig(f, "silu", True, OTHER.clamp, "alternate", inputs_first=first, down_inputs_first=first)
     weights, x = draw(2, d, f, dtype).laid_out(config), random(32, d, dtype=dtype)
     stored = jax.tree.map(lambda stack: jnp.asarray(stack if dtype == jnp.float32 else stack.view(np.uint16)), weights)
     ids, scales = jnp.asarray(choices("any", 32, 1, 2)), random(32, 1, seed=2)
 
     def decode(x: Any, ids: Any, scales: Any, weights: Weights) -> jax.Array:
-        return experts.by_expert(x, ids, weights, config, scales)
+        return products_of(kernel, x, ids, weights, config, scales)
 
     assert rows_do_not_depend_on_company(decode, lambda n: (x[:n], ids[:n], scales[:n], stored))
 
@@ -365,7 +374,9 @@ def expert_temporaries(kernel: str, t: int, config: ExpertConfig, dtype: Any) ->
 
 
 @pytest.mark.parametrize("config", [PLAIN, OTHER, ExpertConfig(F, "silu", joint="halves", inputs_first=True)], ids=str)
-@pytest.mark.parametrize(("kernel", "t"), [("by_expert", 4), ("by_expert", 16), ("grouped by 8", 64)])
+@pytest.mark.parametrize(
+    ("kernel", "t"), [("by_expert", 4), ("by_expert", 16), ("by_choice", 16), ("grouped by 8", 64)]
+)
 def test_experts_in_storage_form_take_no_memory_for_the_stack(kernel: str, t: int, config: ExpertConfig) -> None:
     temporary, expert = expert_temporaries(kernel, t, config, jnp.uint16)
     assert temporary < 3 * expert
