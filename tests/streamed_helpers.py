@@ -149,8 +149,8 @@ def shared_programs() -> Iterator[dict[Any, Any]]:
         if key not in self._compiled:
             same = (
                 self.config,
-                self.shapes.kernels,
                 key,
+                self.shapes.kernels,
                 *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((held, live))),
             )
             if same not in known:
