@@ -199,7 +199,7 @@ def test_only_prefetched_uploads_lie_under_computing(streamed, tmp_path, monkeyp
     else:
         # In every other step at least: prefetching is on trial.
         assert report.prefetch_hits > 0 and len(ahead) > 8
-        # A program begins soon after its upload did, and ends after it. A quarter leaves room for threads that sleep in.
+        # A program begins soon after its upload did, and ends after it. A quarter: threads may sleep in.
         assert hidden > 0.25 * sum(span["dur"] for span in ahead) / 1e6
 
 
