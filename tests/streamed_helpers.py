@@ -30,6 +30,7 @@ from novalm_jax.engine.programs import Programs
 from novalm_jax.engine.streamed import StreamedExecutor
 from novalm_jax.engine.streamed_programs import StreamedPrograms
 from novalm_jax.errors import BudgetError
+from novalm_jax.experts.governor import Governor
 from novalm_jax.experts.pools import compile_insert, compile_new
 from novalm_jax.experts.records import moe_layers
 from novalm_jax.experts.streamer import Streamer
@@ -175,8 +176,8 @@ def shared_programs() -> Iterator[dict[Any, Any]]:
 
 
 def wait_for_prefetches(patch: pytest.MonkeyPatch) -> None:
-    """Of the records that are fetched ahead for a layer, one at least is there when the layer comes: a slow machine
-    must not decide whether a test sees a prefetch that helped."""
+    """Every step prefetches, and of the records that are fetched ahead for a layer, one at least is there when the
+    layer comes: a slow machine must not decide whether a test sees a prefetch that helped."""
     waves = Streamer.waves
 
     def waited(self: Streamer, *arguments: Any, **others: Any) -> Iterator[np.ndarray]:
@@ -184,6 +185,7 @@ def wait_for_prefetches(patch: pytest.MonkeyPatch) -> None:
         return waves(self, *arguments, **others)
 
     patch.setattr(Streamer, "waves", waited)
+    patch.setattr(Governor, "took", lambda self, seconds: None)
 
 
 # --- what they are asked ---------------------------------------------------------------------------------------------

@@ -50,12 +50,14 @@ class Exchange:
     @property
     def placement(self) -> Placement:
         """What is where now."""
-        return next(one for one in self._placements.values() if one.programs is self._executor.programs)
+        # Asked for by any thread, and found on the one that steps.
+        placements = tuple(self._placements.values())
+        return next(one for one in placements if one.programs is self._executor.programs)
 
     @property
     def most_bytes(self) -> int:
         """Of the device, that were taken at any time."""
-        return max(one.plan.device_bytes for one in self._placements.values())
+        return max(one.plan.device_bytes for one in tuple(self._placements.values()))
 
     def settle(self, scheduler: Scheduler, requests: Sequence[Request], spare: int = 0) -> None:
         """Between steps, with no pass on its way: as many pages as requests need that can run together, beside work

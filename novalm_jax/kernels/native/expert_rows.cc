@@ -375,7 +375,9 @@ ffi::Error ExpertRows(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer 
   work->part = (part + kStep - 1) / kStep * kStep;
   work->parts = (outputs + work->part - 1) / work->part;
 
-  int64_t helpers = std::min(threads.num_threads(), work->size()) - 1;
+  // What one thread reads at once is done before another one has begun.
+  int64_t bytes = static_cast<int64_t>(work->groups.size()) * inputs * outputs * width;
+  int64_t helpers = std::min({threads.num_threads(), work->size(), 1 + bytes / kPart}) - 1;
   for (int64_t i = 0; i < helpers; ++i) threads.Schedule([work] { work->Run(); });
   work->Run();
   while (work->done.load(std::memory_order_acquire) < work->size()) std::this_thread::yield();
