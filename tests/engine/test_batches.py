@@ -132,7 +132,10 @@ def run_in_company(llm: LLM, seed: int, others: list[StreamedPrograms]) -> tuple
         engine.step()
         there = [one for one in engine._requests if one.held and one.row is not None and one not in engine._busy]
         if there and draw.random() < 0.3:
-            forced += engine.scheduler._move_out(there[int(draw.integers(len(there)))], engine._requests)
+            before = engine.scheduler.preemptions
+            engine.scheduler._move_out(there[int(draw.integers(len(there)))], engine._requests)
+            # One that has nothing yet only loses its row.
+            forced += engine.scheduler.preemptions - before
         in_use = [pool.in_use for pool in engine.scheduler.pages.pools]
         enough = [programs for programs in others if all(map(le, in_use, programs.shapes.pages))]
         if enough and engine._pass is None and draw.random() < 0.3:
@@ -160,8 +163,8 @@ QUICK = {
 @pytest.mark.parametrize(
     ("name", "dtype", "seeds"),
     [
-        pytest.param(name, dtype, seeds, marks=() if seeds == 3 and (name, dtype) in QUICK else pytest.mark.slow)
-        for name, dtype, seeds in itertools.product(FIELDS, ("float32", "bfloat16"), (3, 20))
+        pytest.param(name, dtype, seeds, marks=() if seeds == 4 and (name, dtype) in QUICK else pytest.mark.slow)
+        for name, dtype, seeds in itertools.product(FIELDS, ("float32", "bfloat16"), (4, 20))
     ],
 )
 def test_company_changes_no_bit(folders: dict[str, Path], name: str, dtype: str, seeds: int) -> None:
@@ -176,7 +179,7 @@ def test_company_changes_no_bit(folders: dict[str, Path], name: str, dtype: str,
                 found, forced, changed = run_in_company(llm, seed, others)
                 for number, (heard, right) in enumerate(zip(found, expected, strict=True)):
                     assert heard == right, f"request {number}, {placement}, seed {seed}"
-                assert forced > 0 and scheduler.preemptions > before and (changed > 0) == bool(others)
+                assert 0 < forced <= scheduler.preemptions - before and (changed > 0) == bool(others)
                 assert [pool.in_use for pool in scheduler.pages.pools] == [0] * len(scheduler.pages.pools)
                 assert scheduler.host_bytes == 0 and not llm._engine._requests
             assert scheduler.prefix_tokens > 0
