@@ -59,6 +59,14 @@ def pairwise_cells(turn: int) -> list[Cell]:
     return [Cell("all", *row) for row in still] + [Cell(*row) for row in pairwise(factors)]
 
 
+def few_cells(turn: int) -> list[Cell]:
+    """Of the pairwise array of a `turn`: one cell that does not stream, and one of either dtype that does."""
+    cells = pairwise_cells(turn)
+    kinds = [[cell for cell in cells if cell.slots == "all"]]
+    kinds += [[cell for cell in cells if cell.slots != "all" and cell.dtype == dtype] for dtype in OTHERS[-1]]
+    return [kind[turn % len(kind)] for kind in kinds]
+
+
 def all_cells() -> list[Cell]:
     """Every cell that streams."""
     return [Cell(*row) for row in itertools.product(SLOTS, *OTHERS)]

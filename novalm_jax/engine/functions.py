@@ -59,13 +59,19 @@ class ModelWeights(NamedTuple):
 
 
 class Structure:
-    """The module tree without its arrays: takes a model apart into flat leaves, and puts it together in a trace."""
+    """The module tree without its arrays: takes a model apart into flat leaves, and puts it together in a trace.
 
-    def __init__(self, model: Decoder):
+    Attributes:
+      native: whether native code computes few rows.
+    """
+
+    def __init__(self, model: Decoder, kernels: Kernels = "xla"):
+        """`kernels` as in `Shapes`."""
         self.config: ModelConfig = model.config
-        self._outer_def, self._outer_tree = _split(_outer(model))
-        self._ends_def, self._ends_tree = _split(_ends(model))
-        self._layer_defs = {layer.config: _split(without_experts(layer)) for layer in reversed(list(model.layers))}
+        self.native = kernels == "native"
+        self._outer_def, self._outer_tree = self._split(_outer(model))
+        self._ends_def, self._ends_tree = self._split(_ends(model))
+        self._layer_defs = {layer.config: self._split(without_experts(layer)) for layer in reversed(list(model.layers))}
 
     def outer(self, leaves: Leaves) -> Decoder:
         """The model without its layers."""
@@ -79,6 +85,11 @@ class Structure:
         """A layer without its routed experts."""
         graph, tree = self._layer_defs[config]
         return nnx.merge(graph, jax.tree.unflatten(tree, leaves))
+
+    def _split(self, module: nnx.Module) -> tuple[Any, Any]:
+        module.set_attributes(native=self.native, raise_if_not_found=False)
+        graph, state = nnx.split(module)
+        return graph, jax.tree.structure(state)
 
     @staticmethod
     def take_apart(model: Decoder) -> ModelWeights:
@@ -107,11 +118,6 @@ def _ends(model: Decoder) -> Decoder:
     ends = _outer(model)
     del ends.embed, ends.head
     return ends
-
-
-def _split(module: nnx.Module) -> tuple[Any, Any]:
-    graph, state = nnx.split(module)
-    return graph, jax.tree.structure(state)
 
 
 def _leaves(module: nnx.Module) -> Leaves:
@@ -152,10 +158,8 @@ class Decoded(NamedTuple):
 class Functions:
     """The functions that are compiled, over one `Structure`, for sequences of so many positions at most."""
 
-    def __init__(self, structure: Structure, capacity: int, kernels: Kernels = "xla"):
-        """`kernels` as in `Shapes`."""
+    def __init__(self, structure: Structure, capacity: int):
         self._structure = structure
-        self._native = kernels == "native"
         config = structure.config
         self._groups = dict(zip(config.layers, groups_of(config, capacity), strict=True))
 
@@ -204,7 +208,7 @@ class Functions:
         of the head; float32 `[n, v]`."""
         bias = self._structure.ends(ends).head_bias
         some = None if bias is None else lax.dynamic_slice_in_dim(bias[...], first, len(weight))
-        return read_out(h, weight, some, self._structure.config.logits_divisor)
+        return read_out(h, weight, some, self._structure.config.logits_divisor, self._structure.native)
 
     def joined(self, *blocks: jax.Array) -> Decoded:
         """Logits of the whole vocabulary, from those of blocks of it; the last two may overlap."""
@@ -246,7 +250,7 @@ class Functions:
         ids, scales = routed.routing.ids, input_scales(config.feed_forward, routed.routing)
         expert = config.feed_forward.expert
         if len(ids) < EXPERT_GROUP:
-            few = expert_kernel.by_choice if self._native else expert_kernel.by_expert
+            few = expert_kernel.by_choice if self._structure.native else expert_kernel.by_expert
             return few(routed.h, ids, weights, expert, scales, wave)
         return expert_kernel.grouped(routed.h, ids, weights, expert, EXPERT_GROUP, scales, wave)
 
@@ -280,7 +284,8 @@ class Functions:
     ) -> tuple[Routed | jax.Array, LayerPages]:
         """As `attend`, of a decode step `x [b, 1, d]`."""
         at = Positions(step.positions[:, None], step.known)
-        view = PagedView(pages, step.tables[self._groups[config]], step.positions, step.positions + 1)
+        table, start = step.tables[self._groups[config]], step.positions
+        view = PagedView(pages, table, start, start + 1, self._structure.native)
         return self._attend(config, dense, view, x, at, step.positions >= 0)
 
     def _attend(

@@ -332,7 +332,7 @@ class LLM:
             launches=self._executor.launches,
             programs_compiled=self._compiles.compiled,
             programs_from_cache=self._compiles.from_cache,
-            kernels={"experts": placement.programs.shapes.kernels, "prompt experts": "xla", "attention": "xla"},
+            kernels={"decode steps": placement.programs.shapes.kernels, "prompts": "xla"},
             device_table=dict(placement.plan.parts),
             ignored_tensors=self._checkpoint.weights.ignored,
             sampling_defaults=self._defaults.sampling(),

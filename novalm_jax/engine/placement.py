@@ -17,10 +17,9 @@ from novalm_jax.engine.sampler import Sampler
 from novalm_jax.engine.streamed_programs import DenseStreamedPrograms, StreamedPrograms
 from novalm_jax.experts.dense import DensePlan
 from novalm_jax.experts.memory_plan import MemoryPlan
-from novalm_jax.experts.records import moe_layers
 from novalm_jax.kernels.native import choose_kernels
 from novalm_jax.kv.pages import blocks
-from novalm_jax.options import EngineOptions, Kernels
+from novalm_jax.options import EngineOptions
 from novalm_jax.units import format_size, parse_size
 
 _log = logging.getLogger("novalm_jax")
@@ -94,7 +93,7 @@ def place(checkpoint: Checkpoint, options: EngineOptions) -> Placement:
     """
     budgets = read_budgets(options)
     config, name = checkpoint.config, checkpoint.folder.name
-    sizes = _Compiled(config, replace(options, kernels=_kernels(config, options)))
+    sizes = _Compiled(config, replace(options, kernels=choose_kernels(options.kernels)))
     found = fit(sizes, budgets, options, name)
     if found.dense is not None and not found.dense.in_turn:
         _log.warning("%s: the embedding has no room on the device; its rows are looked up on the host", name)
@@ -115,15 +114,6 @@ def place(checkpoint: Checkpoint, options: EngineOptions) -> Placement:
         limit = "device_memory" if options.kv_memory == "auto" else "device_memory and kv_memory"
         _log.warning("%s: the context is cut from %d to %d tokens to fit %s", name, wanted, found.context_length, limit)
     return Placement(**vars(found), budgets=budgets, programs=sizes.programs(found), sizes=sizes)
-
-
-def _kernels(config: ModelConfig, options: EngineOptions) -> Kernels:
-    """What computes experts; a model without them has no need of native code."""
-    if moe_layers(config):
-        return choose_kernels(options.kernels)
-    if options.kernels == "native":
-        _log.warning("kernels: without effect, as the model has no experts")
-    return "xla"
 
 
 class _Compiled(Sizes):

@@ -44,8 +44,7 @@ class Shapes:
       capacity: positions of a sequence at most.
       pages: of each group of layers.
       dtype: of numbers.
-      kernels: what multiplies decode rows by their experts, native code or xla; auto for formulas of memory, which
-        hold for both then.
+      kernels: what computes decode steps, native code or xla; auto for formulas of memory, which hold for both then.
     """
 
     rows: int
@@ -104,11 +103,11 @@ class Programs:
 
     def __init__(self, model: Decoder, shapes: Shapes):
         assert shapes.kernels != "auto"
-        structure = Structure(model)
+        structure = Structure(model, shapes.kernels)
         self.shapes = shapes
         self.config = structure.config
         self.reaches = reaches_of(self.config, shapes.capacity)
-        self._functions = Functions(structure, shapes.capacity, shapes.kernels)
+        self._functions = Functions(structure, shapes.capacity)
         self._weights = _in_storage_form(structure.take_apart(model))
         self.groups = groups_of(self.config, shapes.capacity)
         self._pages = tuple(

@@ -13,7 +13,7 @@ from novalm_jax.config import AttentionConfig, LatentConfig, LayerConfig, MLPCon
 from novalm_jax.engine.functions import DECODE_ROWS, EXPERT_GROUP, HEAD_BLOCK
 from novalm_jax.engine.programs import Shapes, decode_rows, prefill_rows
 from novalm_jax.experts.dense import DensePlan
-from novalm_jax.kernels.native import unpacked_shape
+from novalm_jax.kernels.native import packed_shape
 from novalm_jax.kv.paged import MOVED_TOGETHER, page_bytes
 from novalm_jax.kv.pages import PAGE
 from novalm_jax.models.counts import expert_count
@@ -172,15 +172,18 @@ class Workspace:
 
     def decode(self, rows: int) -> int:
         """A step of the whole model: what takes most of it, and of every layer what its loops begin with, which may
-        all be there from the start."""
+        all be there from the start. Native code has no loops."""
         begun, inside = 0, [self.head_of_step(rows)]
         for layer in self.config.layers:
             attention = layer.attention
-            begun += _SMALL + self._hidden(rows) + self._up_copies(attention)
-            begun += self._item * rows * attention.num_heads * max(_key_dim(attention), _value_dim(attention))
+            looped = self.shapes.kernels != "native"
+            begun += _SMALL + self._up_copies(attention)
+            if looped:
+                begun += self._hidden(rows)
+                begun += self._item * rows * attention.num_heads * max(_key_dim(attention), _value_dim(attention))
             inside.append(self._attended(layer, rows, 1) + self._result(layer, rows))
             if isinstance(layer.feed_forward, MoEConfig):
-                begun += self._products(layer, rows)
+                begun += self._products(layer, rows) if looped else 0
                 inside.append(self._result(layer, rows) + self._multiplied(layer, rows))
                 inside.append(self._result(layer, rows) + self._combined(layer, rows) + self._hidden(rows))
         return begun + max(inside) + _F32 * rows * self.config.vocab_size + _SMALL
@@ -234,13 +237,16 @@ class Workspace:
     def _walked(self, attention: AttentionConfig | LatentConfig, rows: int, tokens: int) -> int:
         """Attention to the cache, block by block, of one row after another."""
         key, value, each = _key_dim(attention), _value_dim(attention), attention.num_heads * tokens
-        blocks = self._kv_block(attention, tokens)
         if isinstance(attention, LatentConfig) and tokens == 1:
             # Queries multiplied by the projections, and results before they are.
             key, value = attention.kv_rank + attention.rope_dim, attention.kv_rank
         queries_and_result = self._item * rows * each * (key + value)
         if isinstance(attention, LatentConfig):
             queries_and_result += 2 * _F32 * rows * each * max(key, value) + self._up_copies(attention)
+        if self.shapes.kernels == "native" and tokens == 1:
+            # Pages are read where they lie; the result is in float32 first.
+            return queries_and_result + _F32 * rows * each * value
+        blocks = self._kv_block(attention, tokens)
         scores, mixed, sums = _F32 * each * PAGE, _F32 * each * value, 4 * _F32 * each
         masks = 2 * each * PAGE // (attention.num_kv_heads if isinstance(attention, AttentionConfig) else 1)
         # Scores before and after masking; then weights, and the values that they mix.
@@ -307,15 +313,14 @@ class Workspace:
         return kept + weights + self._one_expert(rows, layer) + 4 * _I32 * (moe.num_experts + choices)
 
     def _natively(self, layer: LayerConfig, rows: int) -> int:
-        """Few rows, all choices at once: what is unpacked of inputs, products and biases in float32, and what is
+        """Few rows, all choices at once: what is packed of inputs, products and biases in float32, and what is
         rounded. Weights are read where they lie."""
         assert isinstance(layer.feed_forward, MoEConfig)
         moe, d = layer.feed_forward, self.config.hidden_size
         choices, width = rows * moe.experts_per_token, moe.expert.width
         scaled = moe.router.scale_inputs
-        inputs = math.prod(unpacked_shape(choices if scaled else rows, d))
-        inside = math.prod(unpacked_shape(choices, width))
-        wide = 2 * inputs + inside + choices * (2 * width + d)
+        inputs, inside = math.prod(packed_shape(choices, d)), math.prod(packed_shape(choices, width))
+        wide = inputs + inside + choices * (2 * width + d)
         if moe.expert.bias:
             wide += choices * max(2 * width, d)
         narrow = choices * ((2 if scaled else 1) * d + 2 * width)

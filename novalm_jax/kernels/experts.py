@@ -12,7 +12,7 @@ Knows nothing of routers or tiers. A choice of `num_experts` or more means "no e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,8 +32,11 @@ _ACTIVATIONS = {
     "relu": jax.nn.relu,
 }
 
-_Product = Callable[[jax.Array, jax.Array | None, bool, jax.Array], jax.Array]
-"""(matrix, bias, whether inputs are first in it, inputs) -> float32."""
+_Matrix = tuple[jax.Array, jax.Array | None]
+"""A matrix, and its bias."""
+
+_Products = Callable[[Sequence[_Matrix], bool, jax.Array], list[jax.Array]]
+"""(matrices, whether inputs are first in them, inputs) -> float32 of each."""
 
 
 class Weights(NamedTuple):
@@ -80,25 +83,31 @@ def gated(gate: jax.Array, up: jax.Array, activation: Activation, clamp: ClampCo
 def expert_product(x: jax.Array, weights: Weights, config: ExpertConfig) -> jax.Array:
     """One expert's gated MLP on `x [t, d]`: `[t, d]` in x's dtype (arXiv:2002.05202)."""
 
-    def product(matrix: jax.Array, bias: jax.Array | None, inputs_first: bool, inputs: jax.Array) -> jax.Array:
-        out = einsum("ti,io->to" if inputs_first else "ti,oi->to", inputs, matrix)
-        return out if bias is None else out + bias.astype(jnp.float32)[None]
+    def products(matrices: Sequence[_Matrix], inputs_first: bool, inputs: jax.Array) -> list[jax.Array]:
+        outs = [einsum("ti,io->to" if inputs_first else "ti,oi->to", inputs, matrix) for matrix, _ in matrices]
+        return [
+            out if bias is None else out + bias.astype(jnp.float32)[None]
+            for out, (_, bias) in zip(outs, matrices, strict=True)
+        ]
 
-    return _gated_mlp(x, weights, config, product)
+    return _gated_mlp(x, weights, config, products)
 
 
-def _gated_mlp(x: jax.Array, weights: Weights, config: ExpertConfig, product: _Product) -> jax.Array:
+def _gated_mlp(x: jax.Array, weights: Weights, config: ExpertConfig, products: _Products) -> jax.Array:
     """The gated MLP on rows of x, in its dtype, with whatever multiplies them by matrices."""
-    up = product(weights.up, weights.up_bias, config.inputs_first, x)
+    inward: list[_Matrix] = [(weights.up, weights.up_bias)]
+    if weights.gate is not None:
+        inward.append((weights.gate, weights.gate_bias))
+    up, *gates = products(inward, config.inputs_first, x)
     if config.joint == "halves":
         gate, up = jnp.split(up, 2, axis=-1)
     elif config.joint == "alternate":
         gate, up = up[:, ::2], up[:, 1::2]
     else:
-        assert weights.gate is not None
-        gate = product(weights.gate, weights.gate_bias, config.inputs_first, x)
+        (gate,) = gates
     inner = gated(gate, up, config.activation, config.clamp).astype(x.dtype)
-    return product(weights.down, weights.down_bias, config.down_inputs_first, inner).astype(x.dtype)
+    (out,) = products([(weights.down, weights.down_bias)], config.down_inputs_first, inner)
+    return out.astype(x.dtype)
 
 
 def reference(
@@ -169,13 +178,16 @@ def by_choice(
     slots = slots.reshape(-1)
     rows = x if scales is None else _times(jnp.repeat(x, ids.shape[1], axis=0), scales.reshape(-1))
 
-    def product(stack: jax.Array, bias: jax.Array | None, inputs_first: bool, inputs: jax.Array) -> jax.Array:
-        out = native.rows_times(inputs, slots, stack, inputs_first)
-        return out if bias is None else out + view_as(bias[slots], x.dtype).astype(jnp.float32)
+    def products(stacks: Sequence[_Matrix], inputs_first: bool, inputs: jax.Array) -> list[jax.Array]:
+        outs = native.rows_times(inputs, slots, [stack for stack, _ in stacks], inputs_first)
+        return [
+            out if bias is None else out + view_as(bias[slots], x.dtype).astype(jnp.float32)
+            for out, (_, bias) in zip(outs, stacks, strict=True)
+        ]
 
-    products = _gated_mlp(rows, weights, config, product).reshape(*ids.shape, -1)
-    begun = jnp.zeros_like(products) if wave is None else wave.products
-    return jnp.where(slots.reshape(*ids.shape, 1) >= 0, products, begun)
+    out = _gated_mlp(rows, weights, config, products).reshape(*ids.shape, -1)
+    begun = jnp.zeros_like(out) if wave is None else wave.products
+    return jnp.where(slots.reshape(*ids.shape, 1) >= 0, out, begun)
 
 
 def grouped(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from novalm_jax.kernels import attention
 from novalm_jax.kernels.attention import Rule, read_page
 from novalm_jax.kernels.linear import einsum, row_major
+from novalm_jax.kernels.native import attention as native_attention
 
 
 class Up(NamedTuple):
@@ -57,9 +58,16 @@ def expanded(
 
 
 def absorbed(
-    q: jax.Array, latents: jax.Array, up: Up, tables: jax.Array, starts: jax.Array, ends: jax.Array, rule: Rule
+    q: jax.Array,
+    latents: jax.Array,
+    up: Up,
+    tables: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    rule: Rule,
+    native: bool = False,
 ) -> jax.Array:
-    """As `expanded`, with the projections moved to the queries and to the result."""
+    """As `expanded`, with the projections moved to the queries and to the result. `native` is for one token a row."""
     nope, rank = up.keys.shape[1:]
 
     def read(table: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -68,7 +76,10 @@ def absorbed(
 
     inner = _by_head("hmn,hnl->hml", q[..., :nope], up.keys)
     queries = jnp.concatenate([inner, q[..., nope:]], axis=-1)
-    mixed = attention.walk(queries, read, 1, rank, tables, starts, ends, rule, None, latents.shape[2])
+    if native:
+        mixed = native_attention.paged(queries, latents, latents, rank, tables, starts, ends, rule, None)
+    else:
+        mixed = attention.walk(queries, read, 1, rank, tables, starts, ends, rule, None, latents.shape[2])
     return _by_head("hml,hcl->hmc", mixed, up.values)
 
 

@@ -6,10 +6,14 @@ low-precision products name their accumulator because XLA's CPU backend is 10-20
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+
+from novalm_jax.kernels import native
 
 
 def einsum(subscripts: str, *operands: jax.Array) -> jax.Array:
@@ -26,9 +30,18 @@ def row_major(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """`x [..., d]` times `weight [f, d]`, plus `bias [f]`, rounded once to the dtype of x: `[..., f]`."""
-    y = einsum("...d,fd->...f", x, weight)
-    if bias is not None:
-        y += jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
-    return y.astype(x.dtype)
+def products(
+    x: jax.Array, weights: Sequence[jax.Array], biases: Sequence[jax.Array | None], natively: bool = False
+) -> list[jax.Array]:
+    """`x [..., d]` times each of `weights [f, d]`, plus its `bias [f]`: float32 `[..., f]`.
+
+    Few rows are multiplied by native code where that is asked for, with other bits than those of XLA.
+    """
+    if natively and x.size < native.FEW_ROWS * x.shape[-1]:
+        out = native.products(x, weights)
+    else:
+        out = [einsum("...d,fd->...f", x, weight) for weight in weights]
+    return [
+        y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
+        for y, bias in zip(out, biases, strict=True)
+    ]

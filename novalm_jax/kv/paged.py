@@ -18,6 +18,7 @@ from novalm_jax.kernels import attention as kernel
 from novalm_jax.kernels import latent_attention
 from novalm_jax.kernels.attention import Rule
 from novalm_jax.kernels.latent_attention import Up
+from novalm_jax.kernels.native import attention as native_kernel
 from novalm_jax.kernels.storage import storage_dtype, tree_bytes, view_as
 from novalm_jax.kv.pages import PAGE, Reach
 
@@ -94,12 +95,14 @@ class PagedView(NamedTuple):
       starts: int32 `[b]`, position of each sequence's first new token; negative for none.
       ends: int32 `[b]`, position after its last new token that is not padding: what follows sees nothing and is not
         kept.
+      native: whether native code attends where each row has one new token.
     """
 
     pages: LayerPages
     tables: jax.Array
     starts: jax.Array
     ends: jax.Array
+    native: bool = False
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, rule: Rule, sinks: jax.Array | None
@@ -107,7 +110,11 @@ class PagedView(NamedTuple):
         """Writes the new keys and values `[b, t, g, c]`, then attends q `[b, t, h, c]` to everything before."""
         assert self.pages.values is not None
         keys, values = self._written(self.pages.keys, k), self._written(self.pages.values, v)
-        out = kernel.paged(q, keys, values, self.tables, self.starts, self.ends, rule, sinks)
+        where = self.tables, self.starts, self.ends
+        if self.native and q.shape[1] == 1:
+            out = native_kernel.paged(q, keys, values, v.shape[-1], *where, rule, sinks)
+        else:
+            out = kernel.paged(q, keys, values, *where, rule, sinks)
         return out, self._replace(pages=LayerPages(keys, values))
 
     def attend_latent(self, q: jax.Array, latents: jax.Array, up: Up, rule: Rule) -> tuple[jax.Array, PagedView]:
@@ -116,8 +123,11 @@ class PagedView(NamedTuple):
         One new token a row is a decode step, where the absorbed form costs less.
         """
         stored = self._written(self.pages.keys, latents[:, :, None])
-        form = latent_attention.absorbed if q.shape[1] == 1 else latent_attention.expanded
-        out = form(q, stored, up, self.tables, self.starts, self.ends, rule)
+        where = self.tables, self.starts, self.ends
+        if q.shape[1] == 1:
+            out = latent_attention.absorbed(q, stored, up, *where, rule, self.native)
+        else:
+            out = latent_attention.expanded(q, stored, up, *where, rule)
         return out, self._replace(pages=LayerPages(stored, None))
 
     def _written(self, stored: jax.Array, new: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from novalm_jax.config import LatentConfig, LayerConfig, MLPConfig, ModelConfig
-from novalm_jax.kernels.linear import einsum
+from novalm_jax.kernels.linear import products
 from novalm_jax.models.attention import Attention, Cache, Positions, Uncached
 from novalm_jax.models.linear import GatedMLP, Linear
 from novalm_jax.models.mla import LatentAttention
@@ -123,7 +123,11 @@ def embedded(rows: jax.Array, multiplier: float) -> jax.Array:
 
 
 class Decoder(nnx.Module):
-    """A whole model. Calling it runs whole sequences without a cache and is differentiable."""
+    """A whole model. Calling it runs whole sequences without a cache and is differentiable.
+
+    Attributes:
+      native: of the head, as in `Linear`.
+    """
 
     def __init__(self, config: ModelConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
         self.config = config
@@ -132,6 +136,7 @@ class Decoder(nnx.Module):
         self.norm = make_norm(config.hidden_size, config.norm, dtype=dtype, rngs=rngs)
         self.head = None if config.tie_embeddings else self._untied_head(dtype=dtype, rngs=rngs)
         self.head_bias = parameter(rngs, (config.vocab_size,), ("vocab",), dtype, zeros) if config.head_bias else None
+        self.native = False
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """int32 `tokens [b, t]` -> float32 logits `[b, t, v]`. Ids outside the vocabulary count as its nearest one."""
@@ -156,12 +161,11 @@ class Decoder(nnx.Module):
         with jax.named_scope("head"):
             weight = self.embed.weight if self.head is None else self.head.weight
             bias = None if self.head_bias is None else self.head_bias[...]
-            return read_out(self.norm(x), weight[...], bias, self.config.logits_divisor)
+            return read_out(self.norm(x), weight[...], bias, self.config.logits_divisor, self.native)
 
 
-def read_out(h: jax.Array, weight: jax.Array, bias: jax.Array | None, divisor: float) -> jax.Array:
+def read_out(
+    h: jax.Array, weight: jax.Array, bias: jax.Array | None, divisor: float, native: bool = False
+) -> jax.Array:
     """Normed hidden states `[..., d]` times rows of the head, `weight [v, d]` and `bias [v]`: float32 `[..., v]`."""
-    logits = einsum("...d,vd->...v", h, weight)
-    if bias is not None:
-        logits += jnp.broadcast_to(bias.astype(jnp.float32), logits.shape)
-    return logits / divisor
+    return products(h, (weight,), (bias,), native)[0] / divisor

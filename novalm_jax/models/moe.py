@@ -106,8 +106,7 @@ class MoE(nnx.Module):
 
     def router_logits(self, x: jax.Array) -> jax.Array:
         """What the choice of experts for `x [t, d]` is made from: `[t, e]`, float32 whatever the dtype of x."""
-        logits = einsum("td,ed->te", x, self.router.weight[...])
-        return logits if self.router.bias is None else logits + self.router.bias[...].astype(jnp.float32)[None]
+        return self.router.unrounded(x)
 
     def choose(self, logits: jax.Array) -> Routing:
         """The experts of each row of `logits [t, e]`, and their weights."""

@@ -58,7 +58,7 @@ class EngineOptions:
     """Where weights are that every token needs. device: there, or the model is refused. stream: layer by layer from
     the host, with as many layers on the device as have room. auto: on the device if they fit, else streamed."""
     kernels: Kernels = "auto"
-    """What computes the experts of decode rows. native: C++, on the CPU alone, built at first need, for which a C++
+    """What multiplies and attends in decode steps. native: C++, on the CPU alone, built at first need, for which a C++
     compiler must be there. xla: XLA, several times slower there. auto: native where it can be had."""
     policy: PolicyName = "default"
     """Which expert leaves when a slot is needed: the one expected to be unused for longest, that with the lowest

@@ -219,9 +219,9 @@ def test_a_row_does_not_depend_on_its_neighbours(case: str, dtype: str) -> None:
 class Apart:
     """A decode step as programs of its own on each side of the router, one expert subset after the other."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, pages: tuple[LayerPages, ...], native: bool):
-        self._product = expert_kernel.by_choice if native else expert_kernel.by_expert
-        self._structure = Structure(abstract_model(config, str(weights.outer[0].dtype)))
+    def __init__(self, config: ModelConfig, weights: ModelWeights, pages: tuple[LayerPages, ...], kernels: Kernels):
+        self._product = expert_kernel.by_choice if kernels == "native" else expert_kernel.by_expert
+        self._structure = Structure(abstract_model(config, str(weights.outer[0].dtype)), kernels)
         self._config, self._weights = config, weights
         self._functions = Functions(self._structure, CAPACITY)
         self._compiled: dict[Any, Any] = {}
@@ -239,7 +239,7 @@ class Apart:
 
     def _attend(self, config: LayerConfig, dense: Any, pages: Any, x: Any, step: DecodeStep) -> Any:
         at, table = Positions(step.positions[:, None], step.known), step.tables[self._functions._groups[config]]
-        view = PagedView(pages, table, step.positions, step.positions + 1)
+        view = PagedView(pages, table, step.positions, step.positions + 1, self._structure.native)
         return self._functions._attend(config, dense, view, x, at, step.positions >= 0)
 
     def _experts(self, config: LayerConfig, layer: Any, routed: Routed) -> jax.Array:
@@ -280,7 +280,7 @@ def test_a_step_cut_at_the_router_gives_the_bits_of_the_whole_step(
     # Row r has page r of every group first, then page r + rows.
     table = (np.arange(rows)[:, None] + rows * np.arange(blocks)[None]).astype(np.int32)
     tokens = np.random.default_rng(rows).integers(3, 96, (8, rows)).astype(np.int32)
-    apart = Apart(checkpoint.config, weights, programs.new_pages(), kernels == "native")
+    apart = Apart(checkpoint.config, weights, programs.new_pages(), kernels)
     for at, now in enumerate(tokens):
         # The last row is idle at first, as in a bucket that is not full.
         positions = np.full(rows, at, np.int32)

@@ -30,7 +30,7 @@ from novalm_jax.experts.records import (
     new_record,
     record_layout,
 )
-from streamed_cells import OTHERS, SLOTS, Cell, all_cells, pairwise, pairwise_cells
+from streamed_cells import OTHERS, SLOTS, Cell, all_cells, few_cells, pairwise, pairwise_cells
 from streamed_helpers import (
     Answers,
     Questions,
@@ -160,7 +160,18 @@ def grid(names: Sequence[str], cells_of: Callable[[int], list[Cell]]) -> pytest.
     return pytest.mark.parametrize(("name", "cell"), cases, ids=str)
 
 
-@grid([EMBEDDED, *FAMILIES], pairwise_cells)
+OTHER_FAMILIES = [case for case in FAMILIES if case not in CROSSED]
+
+
+@grid(CROSSED, pairwise_cells)
+def test_every_pair_of_values_is_resident_bit_for_bit(
+    model_of, name: str, cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for_prefetches(monkeypatch)
+    check(model_of(name), cell)
+
+
+@grid(OTHER_FAMILIES, few_cells)
 def test_streamed_is_resident_bit_for_bit(model_of, name: str, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for_prefetches(monkeypatch)
     check(model_of(name), cell)
@@ -168,6 +179,13 @@ def test_streamed_is_resident_bit_for_bit(model_of, name: str, cell: Cell, monke
 
 @grid(VARIANTS, lambda number: [pairwise_cells(number)[-1 - number]])
 def test_experts_of_another_layout_stream_as_well(model_of, name, cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_prefetches(monkeypatch)
+    check(model_of(name), cell)
+
+
+@pytest.mark.slow
+@grid(OTHER_FAMILIES, pairwise_cells)
+def test_every_pair_of_values_in_every_family(model_of, name, cell, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for_prefetches(monkeypatch)
     check(model_of(name), cell)
 
@@ -212,6 +230,16 @@ def test_the_cells_of_a_model_hold_every_pair_of_values(turn: int) -> None:
     for place, values in enumerate(OTHERS, 1):
         assert {cell[place] for cell in cells if cell.slots == "all"} == set(values)
     assert len(cells) <= 14
+
+
+def test_the_few_cells_of_families_together_hold_every_pair_of_values() -> None:
+    few = [few_cells(turn) for turn in range(len(OTHER_FAMILIES))]
+    for cells in few:
+        assert [cell.slots == "all" for cell in cells] == [True, False, False]
+        assert {cell.dtype for cell in cells[1:]} == {"float32", "bfloat16"}
+    streamed = [cell for cells in few for cell in cells[1:]]
+    for (i, left), (j, right) in itertools.combinations(enumerate((SLOTS, *OTHERS)), 2):
+        assert {(cell[i], cell[j]) for cell in streamed} == set(itertools.product(left, right))
 
 
 def test_a_pairwise_array_holds_every_pair_and_few_rows() -> None:

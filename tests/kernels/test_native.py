@@ -29,7 +29,7 @@ DTYPES = (jnp.float32, jnp.bfloat16)
 
 def compiled(x: Any, slots: Any, stack: Any, inputs_first: bool) -> np.ndarray:
     def function(x: Any, slots: Any, stack: Any) -> jax.Array:
-        return native.rows_times(x, slots, stack, inputs_first)
+        return native.rows_times(x, slots, [stack], inputs_first)[0]
 
     arguments = (jnp.asarray(x), jnp.asarray(slots, jnp.int32), jnp.asarray(stack))
     return np.asarray(compile_program(function, arguments)(*arguments))
@@ -51,6 +51,7 @@ def laid_out(stack: np.ndarray, inputs_first: bool) -> np.ndarray:
 # --- what they give --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("any_processor")
 @pytest.mark.parametrize("inputs_first", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -70,6 +71,30 @@ def test_products(dtype: Any, inputs_first: bool, t: int, k: int, i: int, o: int
 
 
 @pytest.mark.parametrize("inputs_first", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_stacks_give_the_bits_that_each_gives_alone(dtype: Any, inputs_first: bool) -> None:
+    """Of other widths, in storage form and as they are."""
+    x, slots = draw(dtype, 6, 75), np.random.default_rng(2).integers(-1, 4, 18)
+    stacks = [laid_out(draw(dtype, 4, o, 75, seed=o), inputs_first) for o in (40, 600, 3)]
+    stacks[1] = stored(stacks[1])
+    given = (jnp.asarray(x), jnp.asarray(slots, jnp.int32), [jnp.asarray(stack) for stack in stacks])
+    outs = jax.jit(native.rows_times, static_argnums=3)(*given, inputs_first)
+    for out, stack in zip(outs, stacks, strict=True):
+        assert np.asarray(out).tobytes() == compiled(x, slots, stack, inputs_first).tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 70), (3, 2, 70), (0, 70)])
+def test_products_of_rows_that_all_choose_the_same(dtype: Any, shape: tuple[int, ...]) -> None:
+    x, weights = draw(dtype, *shape), [draw(dtype, o, 70, seed=o) for o in (5, 90)]
+    for out, weight in zip(jax.jit(native.products)(x, weights), weights, strict=True):
+        expected = x.astype(np.float64) @ weight.astype(np.float64).T
+        assert out.dtype == jnp.float32 and out.shape == expected.shape
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("any_processor")
+@pytest.mark.parametrize("inputs_first", [False, True])
 def test_every_bit_of_a_weight_counts(inputs_first: bool) -> None:
     """bfloat16 is widened exactly: one input that is 1 gives the weights back, NaN and infinities too. Denormals are
     zeros, as everywhere in XLA's programs."""
@@ -86,6 +111,7 @@ def test_every_bit_of_a_weight_counts(inputs_first: bool) -> None:
 SHAPES = [(64, 96), (37, 45), (1024, 520)]
 
 
+@pytest.mark.usefixtures("any_processor")
 @pytest.mark.parametrize("inputs_first", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("i", "o"), SHAPES)
@@ -118,7 +144,7 @@ x, slots = np.random.default_rng(0).standard_normal((16, 640)).astype(np.float32
 digest = hashlib.sha256()
 for first, shape in ((False, (8, 700, 640)), (True, (8, 640, 700))):
     stack = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
-    digest.update(np.asarray(jax.jit(native.rows_times, static_argnums=3)(x, slots, stack, first)).tobytes())
+    digest.update(np.asarray(jax.jit(native.rows_times, static_argnums=3)(x, slots, [stack], first)[0]).tobytes())
 print(digest.hexdigest())
 """
 
@@ -141,7 +167,7 @@ def test_the_number_of_threads_changes_no_bit_and_processes_may_build_at_once(tm
     alone, together = map(output_of, processes)
     assert alone == together != ""
     (library,) = (tmp_path / "novalm-jax" / "native").iterdir()
-    assert re.fullmatch(r"expert_rows_[0-9a-f]{16}\.so", library.name)
+    assert re.fullmatch(r"rows_[0-9a-f]{16}\.so", library.name)
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------
@@ -164,8 +190,8 @@ def test_shapes_that_do_not_match_are_an_error(x: Any, slots: int, stack: Any, i
 
 def test_dtypes_that_are_not_known_are_an_error() -> None:
     x, stack = draw(np.float32, 2, 8), draw(np.float32, 3, 4, 8)
-    with pytest.raises(Exception, match="both uint16 or both float32, slots are int32"):
-        jax.block_until_ready(native.rows_times(jnp.asarray(x), jnp.zeros(2, jnp.int16), jnp.asarray(stack), False))
+    with pytest.raises(Exception, match="all bfloat16 or all float32, slots are int32"):
+        jax.block_until_ready(native.rows_times(jnp.asarray(x), jnp.zeros(2, jnp.int16), [jnp.asarray(stack)], False))
     with pytest.raises(TypeError, match="float16"):
         compiled(x.astype(np.float16), [0, 0], stack.astype(np.float16), False)
 
@@ -206,7 +232,7 @@ def test_a_model_says_what_computes_its_experts(folder: Path) -> None:
     for kernels in ("auto", "native", "xla"):
         with LLM(folder, dtype="float32", max_batch=2, context_length=64, kernels=kernels) as llm:
             tokens.append(llm.generate([5, 7, 9], GREEDY)[0].token_ids)
-            said.append(llm.report().kernels["experts"])
+            said.append(llm.report().kernels["decode steps"])
             step = llm._placement.programs.decode(4).as_text() or ""
             assert ("novalm_expert_rows" in step) == (kernels != "xla")
     assert said == ["native", "native", "xla"]
@@ -233,9 +259,9 @@ def test_without_a_compiler_that_works_xla_computes_and_it_is_said_once(
         for _ in range(2):
             assert native.choose_kernels("auto") == "xla"
         with LLM(folder, max_batch=2, context_length=64, compilation_cache=False) as llm:
-            assert llm.report().kernels["experts"] == "xla"
+            assert llm.report().kernels["decode steps"] == "xla"
     (said,) = (record.message for record in caplog.records if record.message.startswith("kernels:"))
-    assert reason in said and "computed by XLA" in said
+    assert reason in said and "XLA computes everything" in said
     with pytest.raises(
         OptionError, match=rf"^kernels: the native ones cannot be had: .*{re.escape(reason)}.* use auto\."
     ):

@@ -12,6 +12,7 @@ from novalm_jax.compat import compile_program
 from novalm_jax.config import AttentionConfig, RopeConfig
 from novalm_jax.kernels import attention
 from novalm_jax.kernels.attention import Rule
+from novalm_jax.kernels.native import attention as native_attention
 from novalm_jax.kv.paged import LayerPages, PagedView, page_shape
 from novalm_jax.kv.pages import PAGE, Reach
 from parts_helpers import attended, random, same_bits, same_bits_however_cut, wide
@@ -55,11 +56,16 @@ def test_reference_attention(heads: str, rule: str, sunk: bool) -> None:
         np.testing.assert_allclose(out[row], plain(q[row], k[row], v[row], 0, RULES[rule], sinks), atol=2e-6)
 
 
-@pytest.mark.parametrize("sunk", [False, True])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("t", "blocks"), [(9, 3), (10, 4), (7, 7), (5, 1)])
+@pytest.mark.parametrize(
+    ("rule", "sunk", "t", "blocks"),
+    [
+        *((rule, len(rule) % 2 == 0, t, blocks) for rule in RULES for t, blocks in ((9, 3), (10, 4))),
+        *((rule, True, t, blocks) for rule in ("everything", "window 9 in chunk 12") for t, blocks in ((7, 7), (5, 1))),
+        ("everything", False, 9, 3),
+    ],
+)
 def test_blocked_attention_and_its_gradients_are_those_of_the_reference(
-    t: int, blocks: int, rule: str, sunk: bool, monkeypatch: pytest.MonkeyPatch
+    rule: str, sunk: bool, t: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_LEAST_BLOCK", 1)
     monkeypatch.setattr(attention, "_MOST_BLOCKS", blocks)
@@ -140,10 +146,10 @@ class Paged:
             table[: Reach(RULES[rule].window, RULES[rule].chunk).first(int(start)) // BLOCK] = self.count
         return np.asarray(self.q)[which], self.keys, self.values, tables, starts, ends
 
-    def attend(self, rule: str, which: list[int] | None = None, sinks: Any = None) -> np.ndarray:
+    def attend(self, rule: str, which: list[int] | None = None, sinks: Any = None, kernel: str = "xla") -> np.ndarray:
         arguments = (*self.arguments(rule, which), sinks)
         shapes = [None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments]
-        return np.asarray(compiled(rule, *shapes)(*arguments))
+        return np.asarray(compiled(kernel, rule, *shapes)(*arguments))
 
     def expected(self, row: int, rule: str, sinks: Any = None) -> np.ndarray:
         """Zeros for padding, and for a row without tokens."""
@@ -155,15 +161,23 @@ class Paged:
 
 
 @lru_cache(4)
-def compiled(rule: str, *shapes: Any) -> jax.stages.Compiled:
+def compiled(kernel: str, rule: str, *shapes: Any) -> jax.stages.Compiled:
     def attend(*given: Any) -> jax.Array:
-        *most, sinks = given
-        return attention.paged(*most, RULES[rule], sinks)
+        q, keys, values, *where, sinks = given
+        if kernel == "native":
+            return native_attention.paged(q, keys, values, values.shape[-1], *where, RULES[rule], sinks)
+        return attention.paged(q, keys, values, *where, RULES[rule], sinks)
 
     return compile_program(attend, shapes)
 
 
-@pytest.mark.parametrize(("t", "starts"), [(1, [0, 7, 8, 9, 31]), (3, [0, 5, 6, 16, 29]), (17, [0, 3, 15])])
+DECODE = [0, 7, 8, 9, 31]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "t", "starts"),
+    [("xla", 1, DECODE), ("native", 1, DECODE), ("xla", 3, [0, 5, 6, 16, 29]), ("xla", 17, [0, 3, 15])],
+)
 @pytest.mark.parametrize(
     ("heads", "rule", "sunk"),
     [
@@ -174,12 +188,12 @@ def compiled(rule: str, *shapes: Any) -> jax.stages.Compiled:
     ],
 )
 def test_attention_over_pages_sees_its_own_past_and_nothing_else(
-    heads: str, rule: str, sunk: bool, t: int, starts: list[int]
+    heads: str, rule: str, sunk: bool, kernel: str, t: int, starts: list[int]
 ) -> None:
     """Starts lie on and around borders of pages and chunks."""
     case = Paged(starts, t, *HEADS[heads])
     sinks = some_sinks(HEADS[heads][0]) if sunk else None
-    out = case.attend(rule, sinks=sinks)
+    out = case.attend(rule, sinks=sinks, kernel=kernel)
     for row in range(len(starts)):
         np.testing.assert_allclose(out[row], case.expected(row, rule, sinks), atol=3e-6)
 
@@ -229,11 +243,15 @@ def test_attention_over_pages_equals_the_reference_on_a_whole_sequence() -> None
     np.testing.assert_allclose(case.attend(rule, sinks=sinks), expected, atol=3e-6)
 
 
+KERNELS = ("xla", "native")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("rule", ["everything", "window 5", "chunk 12"])
-def test_idle_rows_give_zeros(rule: str, sunk: bool) -> None:
+def test_idle_rows_give_zeros(rule: str, sunk: bool, kernel: str) -> None:
     case, sinks = Paged([-1, 12, -1], 1, 4, 4), some_sinks(4) if sunk else None
-    out = case.attend(rule, sinks=sinks)
+    out = case.attend(rule, sinks=sinks, kernel=kernel)
     assert np.array_equal(out[[0, 2]], np.zeros_like(out[[0, 2]]))
     np.testing.assert_allclose(out[1], case.expected(1, rule, sinks), atol=3e-6)
 
@@ -250,40 +268,47 @@ def test_rows_may_share_pages() -> None:
         np.testing.assert_allclose(out[row], case.expected(row, "everything"), atol=3e-6)
 
 
-def test_attention_reads_bfloat16_pages_in_storage_form() -> None:
-    case = Paged([3, 20], 2, 6, 2, jnp.bfloat16)
+@pytest.mark.parametrize(("kernel", "t"), [("xla", 2), ("native", 1)])
+def test_attention_reads_bfloat16_pages_in_storage_form(kernel: str, t: int) -> None:
+    case = Paged([3, 20], t, 6, 2, jnp.bfloat16)
     assert case.keys.dtype == jnp.uint16
     rule, sinks = "chunk 12", some_sinks(6, jnp.bfloat16)
-    out = case.attend(rule, sinks=sinks)
+    out = case.attend(rule, sinks=sinks, kernel=kernel)
     assert out.dtype == jnp.bfloat16
     for row in range(2):
         np.testing.assert_allclose(wide(out[row]), case.expected(row, rule, sinks), atol=0.02)
     case.keys, case.values = case.keys.view(jnp.bfloat16), case.values.view(jnp.bfloat16)
-    assert same_bits(out, case.attend(rule, sinks=sinks))
+    assert same_bits(out, case.attend(rule, sinks=sinks, kernel=kernel))
 
 
 # --- bits ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("rule", ["everything", "chunk 12"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_row_does_not_depend_on_its_neighbours(dtype: Any, rule: str) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(dtype: Any, rule: str, kernel: str) -> None:
     case, sinks = Paged([9, 30, 0, 17], 1, 6, 2, dtype), some_sinks(6, dtype)
-    together = case.attend(rule, sinks=sinks)
+    together = case.attend(rule, sinks=sinks, kernel=kernel)
     for which in ([0, 1], [1, 0], [3, 2, 1, 0], [2, 3]):
-        assert same_bits(case.attend(rule, which, sinks), together[np.array(which)])
+        assert same_bits(case.attend(rule, which, sinks, kernel), together[np.array(which)])
 
 
-@pytest.mark.parametrize(("rule", "t"), [("everything", 1), ("window 9 in chunk 12", 3)])
+@pytest.mark.parametrize(
+    ("kernel", "rule", "t"),
+    [("xla", "everything", 1), ("xla", "window 9 in chunk 12", 3), ("native", "window 9 in chunk 12", 1)],
+)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_row_does_not_depend_on_the_order_of_pages_or_the_width_of_tables(dtype: Any, rule: str, t: int) -> None:
+def test_a_row_does_not_depend_on_the_order_of_pages_or_the_width_of_tables(
+    dtype: Any, kernel: str, rule: str, t: int
+) -> None:
     starts, sinks = [9, 29, 0, 17], some_sinks(6, dtype)
     first = Paged(starts, t, 6, 2, dtype)
-    out = first.attend(rule, sinks=sinks)
+    out = first.attend(rule, sinks=sinks, kernel=kernel)
     for order, width in ((1, 4), (2, 4), (3, 64)):
         other = Paged(starts, t, 6, 2, dtype, order=order, width=width)
         assert not np.array_equal(first.tables, other.tables[:, :4])
-        assert same_bits(other.attend(rule, sinks=sinks), out)
+        assert same_bits(other.attend(rule, sinks=sinks, kernel=kernel), out)
 
 
 @pytest.mark.parametrize("rule", [Rule(0.3), Rule(0.3, 100, 192)])

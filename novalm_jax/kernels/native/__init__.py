@@ -1,9 +1,9 @@
-"""Rows times the matrices that they chose, in C++, on the CPU.
+"""Products of few rows, in C++, on the CPU.
 
-XLA's CPU backend copies a matrix out of its stack, in one thread, before it multiplies it, which takes most of the time
-where few rows choose many experts. The custom call reads matrices where they lie. Products of a row do not depend on
-which other rows there are, in which slot its matrix lies, or how many threads compute; they are not the bits of XLA's
-own products.
+XLA's CPU backend copies a matrix out of its stack, in one thread, before it multiplies it, and takes several times as
+long as reading does for the bfloat16 products of few rows. These custom calls read matrices where they lie. Products of
+a row do not depend on which other rows there are, in which slot its matrix lies, or how many threads compute; they are
+not the bits of XLA's own products.
 
 Knows rows and matrices, and whether the code can be had on this machine. Refuses to know what an expert is.
 """
@@ -11,6 +11,7 @@ Knows rows and matrices, and whether the code can be had on this machine. Refuse
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 from typing import Literal
 
@@ -20,10 +21,12 @@ import numpy as np
 
 from novalm_jax.errors import OptionError
 from novalm_jax.kernels.native.build import BuildError, load
-from novalm_jax.kernels.storage import storage_dtype, view_as
 from novalm_jax.options import Kernels
 
 _log = logging.getLogger("novalm_jax")
+
+FEW_ROWS = 64
+"""Fewer rows than these are for native code; XLA has more work for each weight that it reads."""
 
 _STEP = 32
 """Inputs that the code reads at a time; it pads rows to a multiple of them."""
@@ -54,35 +57,45 @@ def choose_kernels(asked: Kernels) -> Literal["native", "xla"]:
 
 @cache
 def _warn_once(reason: str) -> None:
-    _log.warning("kernels: experts are computed by XLA, which decodes several times slower: %s", reason)
+    _log.warning("kernels: XLA computes everything, and decodes several times slower: %s", reason)
 
 
-def rows_times(x: jax.Array, slots: jax.Array, stack: jax.Array, inputs_first: bool) -> jax.Array:
-    """Each choice's row of x times its matrix, added up in float32, whatever the dtype of x: `[n, o]`.
+def rows_times(
+    x: jax.Array, slots: jax.Array, stacks: Sequence[jax.Array], inputs_first: bool
+) -> tuple[jax.Array, ...]:
+    """Each choice's row of x times its matrix of each stack, added up in float32, whatever the dtype of x: `[n, o]`.
 
     Args:
       x: `[t, i]`, float32 or bfloat16.
       slots: int32 `[n]`, where n is a multiple of t: matrices of the first row, then those of the second, and so on. A
         negative one gives zeros; one that is not there ends the program with an error.
-      stack: `[s, o, i]`, or `[s, i, o]` with `inputs_first`; in the dtype of x or in storage form.
+      stacks: `[s, o, i]` each, or `[s, i, o]` with `inputs_first`; in the dtype of x or in storage form.
       inputs_first: how matrices lie.
 
     Raises:
       TypeError: another dtype of x.
     """
+    check_dtype(x)
+    count, outputs = slots.shape[0], [stack.shape[2 if inputs_first else 1] for stack in stacks]
+    shapes = (packed_shape(count, x.shape[1]), *((count, o) for o in outputs))
+    call = jax.ffi.ffi_call(load()["expert_rows"], [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    _, *out = call(x, slots, *stacks, choices=np.int64(count // max(1, x.shape[0])), inputs_first=inputs_first)
+    return tuple(out)
+
+
+def products(x: jax.Array, weights: Sequence[jax.Array]) -> list[jax.Array]:
+    """x `[..., i]`, float32 or bfloat16, times each of `weights [o, i]` in its dtype: float32 `[..., o]`."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = rows_times(rows, jnp.zeros(len(rows), jnp.int32), [weight[None] for weight in weights], False)
+    return [each.reshape(*x.shape[:-1], each.shape[-1]) for each in out]
+
+
+def check_dtype(x: jax.Array) -> None:
+    """Raises TypeError where the native code does not know the dtype of x."""
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         raise TypeError(f"native products are of float32 or bfloat16, not {x.dtype}")
-    stored = storage_dtype(np.dtype(x.dtype))
-    results = (
-        jax.ShapeDtypeStruct((slots.shape[0], stack.shape[2 if inputs_first else 1]), jnp.float32),
-        jax.ShapeDtypeStruct(unpacked_shape(*x.shape), jnp.float32),
-    )
-    call = jax.ffi.ffi_call(load(), results)
-    choices = np.int64(slots.shape[0] // x.shape[0])
-    out, _ = call(view_as(x, stored), slots, view_as(stack, stored), choices=choices, inputs_first=inputs_first)
-    return out
 
 
-def unpacked_shape(rows: int, inputs: int) -> tuple[int, int]:
-    """Of rows in float32, which a product takes besides its arguments and result."""
-    return rows, -(-inputs // _STEP) * _STEP
+def packed_shape(choices: int, inputs: int) -> tuple[int, int]:
+    """Of the float32 array that products take besides their arguments and result."""
+    return choices, -(-inputs // _STEP) * _STEP

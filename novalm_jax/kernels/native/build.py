@@ -21,7 +21,10 @@ import jax
 
 from novalm_jax.compat import jaxlib_version, native_code_folder
 
-_SOURCE = Path(__file__).with_name("expert_rows.cc")
+_SOURCES = sorted(Path(__file__).parent.glob("*.cc"))
+"""Each has the handler of one custom call, which is named like it."""
+
+_HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _COMPILERS = ("c++", "g++", "clang++")
 # Every product is contracted with its sum, or none is: the bits must not depend on how many rows are computed together.
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
@@ -30,46 +33,48 @@ _SECONDS = 300
 
 _lock = threading.Lock()
 _libraries: dict[str, ctypes.CDLL] = {}
-"""By the names of their custom calls; what XLA knows once cannot be taken back."""
+"""By their names; what XLA knows once cannot be taken back."""
 
 
 class BuildError(Exception):
     """The native code cannot be had here; says why, and what to do."""
 
 
-def load() -> str:
-    """The name of the custom call, which XLA knows from now on.
+def load() -> dict[str, str]:
+    """The name of each custom call, by that of its source; XLA knows them from now on.
 
     Raises:
-      BuildError: it cannot be built; tried once in a process.
+      BuildError: they cannot be built; tried once in a process.
     """
     with _lock:
-        name, reason = _loaded()
-    if name is None:
+        names, reason = _loaded()
+    if names is None:
         raise BuildError(reason)
-    return name
+    return names
 
 
 @cache
-def _loaded() -> tuple[str | None, str]:
-    """The name, or why there is none."""
+def _loaded() -> tuple[dict[str, str] | None, str]:
+    """The names, or why there are none."""
     try:
         return _register(build()), ""
     except BuildError as error:
         return None, str(error)
 
 
-def _register(path: Path) -> str:
-    name = f"novalm_{path.stem}"
-    if name not in _libraries:
+def _register(path: Path) -> dict[str, str]:
+    """Names have that of the library, so that a program that is kept is never run with other code."""
+    names = {source.stem: f"novalm_{source.stem}_{path.stem}" for source in _SOURCES}
+    if path.stem not in _libraries:
         try:
             library = ctypes.CDLL(str(path))
-            handler = library.novalm_expert_rows
+            handlers = {name: getattr(library, f"novalm_{source}") for source, name in names.items()}
         except (OSError, AttributeError) as error:
             raise BuildError(f"{path} cannot be loaded ({error}); remove it.") from error
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
-        _libraries[name] = library
-    return name
+        for name, handler in handlers.items():
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+        _libraries[path.stem] = library
+    return names
 
 
 def build() -> Path:
@@ -82,10 +87,11 @@ def build() -> Path:
     if compiler is None:
         raise BuildError(f"there is no C++ compiler ({', '.join(_COMPILERS)}) on PATH; install one.")
     version = _run(compiler, "--version")
-    parts = (_SOURCE.read_text(encoding="utf-8"), version, jaxlib_version(), _processor(), *_FLAGS)
+    texts = [path.read_text(encoding="utf-8") for path in (*_SOURCES, *_HEADERS)]
+    parts = (*texts, version, jaxlib_version(), _processor(), *_FLAGS)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = native_code_folder()
-    path = folder / f"{_SOURCE.stem}_{digest}.so"
+    path = folder / f"rows_{digest}.so"
     if path.exists():
         return path
     try:
@@ -95,7 +101,7 @@ def build() -> Path:
         raise BuildError(f"{folder} cannot be written ({error.strerror}); make it writable.") from error
     os.close(handle)
     try:
-        _run(compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", name)
+        _run(compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", *map(str, _SOURCES), "-o", name)
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
