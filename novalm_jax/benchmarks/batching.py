@@ -37,7 +37,7 @@ class BatchFigures:
       distinct: experts that a step used on average, each once in a layer.
       uploads: experts that came to the device in a step on average.
       bytes_read: weights and pages that a step reads at least.
-      bandwidth: bytes a second that memory gave in the same run.
+      bandwidth: bytes a second that memory gave between the steps, the median.
     """
 
     batch: int
@@ -121,9 +121,12 @@ def _measure(llm: LLM, size: int, options: BatchBenchOptions) -> BatchFigures:
     streams = llm.streams(prompts, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
     while min(stream.token_count for stream in streams) < FIRST:
         streams[0].advance()
-    first, steps = llm.report(), []
+    probe = Probe()
+    first, steps, rates = llm.report(), [], []
     chosen = first.generated_tokens - start.generated_tokens
     for _ in range(options.tokens):
+        # How fast memory is changes from second to second where others share the machine.
+        rates.append(probe.read_rate())
         begin = time.perf_counter()
         streams[0].advance()
         steps.append(time.perf_counter() - begin)
@@ -145,17 +148,20 @@ def _measure(llm: LLM, size: int, options: BatchBenchOptions) -> BatchFigures:
         distinct=distinct,
         uploads=(last.uploads - first.uploads) / len(steps),
         bytes_read=dense_read(llm.config, dtype) + distinct * record + cache,
-        bandwidth=read_rate(),
+        bandwidth=median(rates),
     )
 
 
-def read_rate() -> float:
-    """Bytes a second of the device's memory, as a compiled program reads them once."""
-    numbers = jnp.ones((1 << 14, _PROBE >> 16), jnp.float32)
-    program = jax.jit(lambda x: x @ jnp.ones(x.shape[1], x.dtype)).lower(numbers).compile()
-    seconds = []
-    for _ in range(8):
+class Probe:
+    """Numbers on the device that a compiled program reads, to see how fast its memory is."""
+
+    def __init__(self) -> None:
+        self._numbers = jnp.ones((1 << 14, _PROBE >> 16), jnp.float32)
+        self._program = jax.jit(lambda x: x @ jnp.ones(x.shape[1], x.dtype)).lower(self._numbers).compile()
+        self.read_rate()
+
+    def read_rate(self) -> float:
+        """Bytes a second, of reading them once."""
         begin = time.perf_counter()
-        jax.block_until_ready(program(numbers))
-        seconds.append(time.perf_counter() - begin)
-    return numbers.nbytes / min(seconds)
+        jax.block_until_ready(self._program(self._numbers))
+        return self._numbers.nbytes / (time.perf_counter() - begin)

@@ -13,7 +13,7 @@ from novalm_jax.config import AttentionConfig, LatentConfig, LayerConfig, MLPCon
 from novalm_jax.engine.functions import DECODE_ROWS, EXPERT_GROUP, HEAD_BLOCK
 from novalm_jax.engine.programs import Shapes, decode_rows, prefill_rows
 from novalm_jax.experts.dense import DensePlan
-from novalm_jax.kernels.native import packed_shape
+from novalm_jax.kernels.native import FEW_ROWS, packed_shape
 from novalm_jax.kv.paged import MOVED_TOGETHER, page_bytes
 from novalm_jax.kv.pages import PAGE
 from novalm_jax.models.counts import expert_count
@@ -117,10 +117,14 @@ class Workspace:
         return self._hidden(rows) + self._normed(rows) + _SMALL
 
     def some_logits(self, rows: int) -> int:
-        """Normed rows, and their logits for a block of the head; once more where something is still to be done."""
+        """Normed rows, what native code packs of them, and their logits for a block of the head; once more where
+        something is still to be done."""
         first, end = self._blocks[0]
         wide = _F32 * rows * (end - first) * (2 if self.config.head_bias or self.config.logits_divisor != 1 else 1)
-        return self._item * rows * self.config.hidden_size + wide + _SMALL
+        packed = math.prod(packed_shape(rows, self.config.hidden_size))
+        if self.shapes.kernels == "xla" or rows >= FEW_ROWS:
+            packed = 0
+        return self._item * rows * self.config.hidden_size + _F32 * packed + wide + _I32 * rows + _SMALL
 
     def joined(self, rows: int) -> int:
         """Logits of all blocks, and those of the whole vocabulary."""
@@ -172,11 +176,10 @@ class Workspace:
 
     def decode(self, rows: int) -> int:
         """A step of the whole model: what takes most of it, and of every layer what its loops begin with, which may
-        all be there from the start. Native code has no loops."""
-        begun, inside = 0, [self.head_of_step(rows)]
+        all be there from the start. Where native code computes, there are no loops."""
+        begun, inside, looped = 0, [self.head_of_step(rows)], self.shapes.kernels != "native"
         for layer in self.config.layers:
             attention = layer.attention
-            looped = self.shapes.kernels != "native"
             begun += _SMALL + self._up_copies(attention)
             if looped:
                 begun += self._hidden(rows)
@@ -235,7 +238,7 @@ class Workspace:
         return (2 * _F32 + self._item) * count * (q + kv + latent)
 
     def _walked(self, attention: AttentionConfig | LatentConfig, rows: int, tokens: int) -> int:
-        """Attention to the cache, block by block, of one row after another."""
+        """Attention to the cache: block by block, of one row after another; or natively, of pages where they lie."""
         key, value, each = _key_dim(attention), _value_dim(attention), attention.num_heads * tokens
         if isinstance(attention, LatentConfig) and tokens == 1:
             # Queries multiplied by the projections, and results before they are.
@@ -243,14 +246,16 @@ class Workspace:
         queries_and_result = self._item * rows * each * (key + value)
         if isinstance(attention, LatentConfig):
             queries_and_result += 2 * _F32 * rows * each * max(key, value) + self._up_copies(attention)
-        if self.shapes.kernels == "native" and tokens == 1:
-            # Pages are read where they lie; the result is in float32 first.
-            return queries_and_result + _F32 * rows * each * value
+        # The result is in float32 first.
+        natively = queries_and_result + _F32 * rows * each * value if tokens == 1 else 0
+        if natively and self.shapes.kernels == "native":
+            return natively
         blocks = self._kv_block(attention, tokens)
         scores, mixed, sums = _F32 * each * PAGE, _F32 * each * value, 4 * _F32 * each
         masks = 2 * each * PAGE // (attention.num_kv_heads if isinstance(attention, AttentionConfig) else 1)
         # Scores before and after masking; then weights, and the values that they mix.
-        return queries_and_result + blocks + masks + sums + mixed + scores + max(scores, mixed)
+        walked = queries_and_result + blocks + masks + sums + mixed + scores + max(scores, mixed)
+        return max(walked, natively) if self.shapes.kernels == "auto" else walked
 
     def _kv_block(self, attention: AttentionConfig | LatentConfig, tokens: int) -> int:
         """Keys and values of a block of positions, these also in float32."""

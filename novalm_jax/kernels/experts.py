@@ -22,7 +22,7 @@ from jax import lax
 
 from novalm_jax.config import Activation, ClampConfig, ExpertConfig
 from novalm_jax.kernels import native
-from novalm_jax.kernels.linear import einsum
+from novalm_jax.kernels.linear import biased, einsum
 from novalm_jax.kernels.storage import view_as
 
 _ACTIVATIONS = {
@@ -84,11 +84,9 @@ def expert_product(x: jax.Array, weights: Weights, config: ExpertConfig) -> jax.
     """One expert's gated MLP on `x [t, d]`: `[t, d]` in x's dtype (arXiv:2002.05202)."""
 
     def products(matrices: Sequence[_Matrix], inputs_first: bool, inputs: jax.Array) -> list[jax.Array]:
-        outs = [einsum("ti,io->to" if inputs_first else "ti,oi->to", inputs, matrix) for matrix, _ in matrices]
-        return [
-            out if bias is None else out + bias.astype(jnp.float32)[None]
-            for out, (_, bias) in zip(outs, matrices, strict=True)
-        ]
+        subscripts = "ti,io->to" if inputs_first else "ti,oi->to"
+        outs = [einsum(subscripts, inputs, matrix) for matrix, _ in matrices]
+        return biased(outs, [bias for _, bias in matrices])
 
     return _gated_mlp(x, weights, config, products)
 
@@ -180,10 +178,7 @@ def by_choice(
 
     def products(stacks: Sequence[_Matrix], inputs_first: bool, inputs: jax.Array) -> list[jax.Array]:
         outs = native.rows_times(inputs, slots, [stack for stack, _ in stacks], inputs_first)
-        return [
-            out if bias is None else out + view_as(bias[slots], x.dtype).astype(jnp.float32)
-            for out, (_, bias) in zip(outs, stacks, strict=True)
-        ]
+        return biased(outs, [None if bias is None else view_as(bias[slots], x.dtype) for _, bias in stacks])
 
     out = _gated_mlp(rows, weights, config, products).reshape(*ids.shape, -1)
     begun = jnp.zeros_like(out) if wave is None else wave.products

@@ -1,4 +1,4 @@
-"""Matrix products with one numeric contract: float32 accumulation, one rounding to the input's dtype at the end.
+"""Matrix products with one numeric contract: float32 accumulation and float32 results, which callers round once.
 
 Weights keep the checkpoint's layout, `[out, in]`. float32 means float32 on every backend (precision HIGHEST), and
 low-precision products name their accumulator because XLA's CPU backend is 10-20 times slower without it.
@@ -6,6 +6,7 @@ low-precision products name their accumulator because XLA's CPU backend is 10-20
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from novalm_jax.kernels import native
+from novalm_jax.kernels.native import FEW_ROWS
+from novalm_jax.kernels.native import products as products_of_few
 
 
 def einsum(subscripts: str, *operands: jax.Array) -> jax.Array:
@@ -31,17 +33,20 @@ def row_major(x: jax.Array) -> jax.Array:
 
 
 def products(
-    x: jax.Array, weights: Sequence[jax.Array], biases: Sequence[jax.Array | None], natively: bool = False
+    x: jax.Array, weights: Sequence[jax.Array], biases: Sequence[jax.Array | None], native: bool = False
 ) -> list[jax.Array]:
     """`x [..., d]` times each of `weights [f, d]`, plus its `bias [f]`: float32 `[..., f]`.
 
     Few rows are multiplied by native code where that is asked for, with other bits than those of XLA.
     """
-    if natively and x.size < native.FEW_ROWS * x.shape[-1]:
-        out = native.products(x, weights)
-    else:
-        out = [einsum("...d,fd->...f", x, weight) for weight in weights]
+    if native and math.prod(x.shape[:-1]) < FEW_ROWS:
+        return biased(products_of_few(x, weights), biases)
+    return biased([einsum("...d,fd->...f", x, weight) for weight in weights], biases)
+
+
+def biased(products: Sequence[jax.Array], biases: Sequence[jax.Array | None]) -> list[jax.Array]:
+    """float32 `[..., f]`, each plus its bias, `[f]` or `[..., f]`, where there is one."""
     return [
         y if bias is None else y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
-        for y, bias in zip(out, biases, strict=True)
+        for y, bias in zip(products, biases, strict=True)
     ]

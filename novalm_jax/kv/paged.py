@@ -18,7 +18,7 @@ from novalm_jax.kernels import attention as kernel
 from novalm_jax.kernels import latent_attention
 from novalm_jax.kernels.attention import Rule
 from novalm_jax.kernels.latent_attention import Up
-from novalm_jax.kernels.native import attention as native_kernel
+from novalm_jax.kernels.native import attention as native_attention
 from novalm_jax.kernels.storage import storage_dtype, tree_bytes, view_as
 from novalm_jax.kv.pages import PAGE, Reach
 
@@ -95,7 +95,8 @@ class PagedView(NamedTuple):
       starts: int32 `[b]`, position of each sequence's first new token; negative for none.
       ends: int32 `[b]`, position after its last new token that is not padding: what follows sees nothing and is not
         kept.
-      native: whether native code attends where each row has one new token.
+      native: whether native code attends where each row has one new token; not an array, so that a view is made where
+        it is used, and no argument of a program.
     """
 
     pages: LayerPages
@@ -112,7 +113,7 @@ class PagedView(NamedTuple):
         keys, values = self._written(self.pages.keys, k), self._written(self.pages.values, v)
         where = self.tables, self.starts, self.ends
         if self.native and q.shape[1] == 1:
-            out = native_kernel.paged(q, keys, values, v.shape[-1], *where, rule, sinks)
+            out = native_attention.paged(q, keys, values, v.shape[-1], *where, rule, sinks)
         else:
             out = kernel.paged(q, keys, values, *where, rule, sinks)
         return out, self._replace(pages=LayerPages(keys, values))

@@ -17,7 +17,7 @@ from novalm_jax.kernels import latent_attention
 from novalm_jax.kernels.attention import Rule
 from novalm_jax.kernels.latent_attention import Up
 from novalm_jax.models import rope
-from novalm_jax.models.linear import Linear, each
+from novalm_jax.models.linear import Linear, products_of
 from novalm_jax.models.norms import RMSNorm, unit_rms
 from novalm_jax.models.params import parameter
 
@@ -92,7 +92,7 @@ class Attention(nnx.Module):
         angles = None
         if config.rope is not None:
             angles = rope.angles(config.rope, config.rotary_dim, at.tokens, at.length)
-        q, k, v = each((self.q, self.k, self.v), x)
+        q, k, v = products_of((self.q, self.k, self.v), x)
         q = self._placed(self._heads(q, self.q_norm, config.num_heads), self.q_norm, angles)
         k = self._placed(self._heads(k, self.k_norm, config.num_kv_heads), self.k_norm, angles)
         v = self._heads(v, None, config.num_kv_heads)

@@ -29,14 +29,14 @@ class Linear(nnx.Module):
         self.native = False
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return each((self,), x)[0]
+        return products_of((self,), x)[0]
 
     def unrounded(self, x: jax.Array) -> jax.Array:
         """As calling it, in float32 whatever the dtype of x."""
         return _unrounded((self,), x)[0]
 
 
-def each(layers: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
+def products_of(layers: Sequence[Linear], x: jax.Array) -> list[jax.Array]:
     """What each of some layers gives for the same `x [..., in]`; together they take less time."""
     return [y.astype(x.dtype) for y in _unrounded(layers, x)]
 
@@ -58,5 +58,5 @@ class GatedMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = each((self.gate, self.up), x)
+        gate, up = products_of((self.gate, self.up), x)
         return self.down(gated(gate, up, self.activation))

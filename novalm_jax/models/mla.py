@@ -16,7 +16,7 @@ from novalm_jax.kernels.attention import Rule
 from novalm_jax.kernels.latent_attention import Up
 from novalm_jax.models import rope
 from novalm_jax.models.attention import Cache, Positions
-from novalm_jax.models.linear import Linear, each
+from novalm_jax.models.linear import Linear, products_of
 from novalm_jax.models.norms import RMSNorm
 
 
@@ -50,7 +50,7 @@ class LatentAttention(nnx.Module):
         config = self.config
         b, t, _ = x.shape
         cos, sin = rope.angles(config.rope, config.rope_dim, at.tokens, at.length)
-        q, down = self._down(x)
+        q, down = self._queries_and_latents(x)
         q = q.reshape(b, t, config.num_heads, config.nope_dim + config.rope_dim)
         plain, turned = q[..., : config.nope_dim], q[..., config.nope_dim :]
         q = jnp.concatenate([plain, rope.rotate(turned, cos, sin, pairs=config.rope.pairs)], axis=-1)
@@ -59,13 +59,13 @@ class LatentAttention(nnx.Module):
         mixed, kv = kv.attend_latent(q, latents, self._up(), Rule(config.scale))
         return self.out(mixed.reshape(b, t, config.num_heads * config.value_dim)), kv
 
-    def _down(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _queries_and_latents(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The queries of all heads, and what latents are made of."""
         if self.q is not None:
-            q, down = each((self.q, self.kv_down), x)
+            q, down = products_of((self.q, self.kv_down), x)
             return q, down
         assert self.q_down is not None and self.q_norm is not None and self.q_up is not None
-        q, down = each((self.q_down, self.kv_down), x)
+        q, down = products_of((self.q_down, self.kv_down), x)
         return self.q_up(self.q_norm(q)), down
 
     def _up(self) -> Up:

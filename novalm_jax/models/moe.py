@@ -130,7 +130,8 @@ class MoE(nnx.Module):
     def _gate_logit(x: jax.Array, gate: jax.Array) -> jax.Array:
         """The shared expert's gate `[1, d]` on `x [t, d]`, before its sigmoid: float32 `[t, 1]`.
 
-        Eight columns instead of one: XLA's CPU backend rounds a narrower product differently for 2 rows and 8.
+        Eight columns instead of one: XLA's CPU backend rounds a narrower product differently for 2 rows and 8. It
+        always multiplies here.
         """
         columns = einsum("td,ed->te", x, jnp.concatenate([gate] * 8))
         return columns[:, :1].astype(x.dtype).astype(jnp.float32)

@@ -1,6 +1,7 @@
 """Native products of rows with the matrices they chose: what they give, which bits nothing changes, and what becomes of
 those who have no compiler. As a form of the expert product they are in tests/models/test_experts.py."""
 
+import ctypes
 import logging
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 
 from novalm_jax import LLM, SamplingParams
 from novalm_jax.compat import compile_program, native_code_folder
+from novalm_jax.engine.functions import DECODE_ROWS, EXPERT_GROUP, HEAD_BLOCK, PREFILL_ROWS
 from novalm_jax.errors import OptionError
 from novalm_jax.kernels import native
 from novalm_jax.kernels.native import build as build_module
@@ -25,6 +27,7 @@ from novalm_jax.kernels.storage import storage_dtype
 from tiny_checkpoints import tiny_checkpoint
 
 DTYPES = (jnp.float32, jnp.bfloat16)
+TILES = sys.platform == "linux" and " amx_bf16 " in Path("/proc/cpuinfo").read_text()
 
 
 def compiled(x: Any, slots: Any, stack: Any, inputs_first: bool) -> np.ndarray:
@@ -81,6 +84,19 @@ def test_several_stacks_give_the_bits_that_each_gives_alone(dtype: Any, inputs_f
     outs = jax.jit(native.rows_times, static_argnums=3)(*given, inputs_first)
     for out, stack in zip(outs, stacks, strict=True):
         assert np.asarray(out).tobytes() == compiled(x, slots, stack, inputs_first).tobytes()
+
+
+def test_prompts_are_too_many_rows_for_native_code_and_decode_steps_are_not() -> None:
+    assert DECODE_ROWS[-1] < native.FEW_ROWS <= min(PREFILL_ROWS[0], HEAD_BLOCK, EXPERT_GROUP)
+
+
+def test_the_system_lets_this_process_use_the_tiles_that_its_processor_has() -> None:
+    """Else lanes would be tested twice, and products be slower without a word."""
+    compiled(draw(jnp.bfloat16, 2, 8), [0, 1], draw(jnp.bfloat16, 2, 4, 8), False)
+    permitted, arch_prctl, get_permitted, tile_data = ctypes.c_uint64(), 158, 0x1022, 18
+    if TILES:
+        assert ctypes.CDLL(None).syscall(arch_prctl, get_permitted, ctypes.byref(permitted)) == 0
+    assert bool(permitted.value >> tile_data & 1) == TILES
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -227,14 +243,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
-def test_a_model_says_what_computes_its_experts(folder: Path) -> None:
+def test_a_model_says_what_computes_its_steps(folder: Path) -> None:
     said, tokens = [], []
     for kernels in ("auto", "native", "xla"):
         with LLM(folder, dtype="float32", max_batch=2, context_length=64, kernels=kernels) as llm:
             tokens.append(llm.generate([5, 7, 9], GREEDY)[0].token_ids)
             said.append(llm.report().kernels["decode steps"])
             step = llm._placement.programs.decode(4).as_text() or ""
-            assert ("novalm_expert_rows" in step) == (kernels != "xla")
+            for call in ("novalm_matrix_rows", "novalm_attention_rows"):
+                assert (call in step) == (kernels != "xla")
     assert said == ["native", "native", "xla"]
     assert tokens[0] == tokens[1] == tokens[2]
 

@@ -90,6 +90,13 @@ def test_scores_of_any_size(scale: float) -> None:
     np.testing.assert_allclose(case.attend(rule), case.expected(rule), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("length", [5, 16, 64])
+def test_scores_that_are_all_minus_infinity_weigh_nothing(length: int) -> None:
+    case = Case(2, 1, 16, 16, [length], np.float32)
+    case.q[:], case.keys[:] = 1e30, -1e30
+    assert not case.attend(Rule(0.3)).any()
+
+
 def test_what_is_not_a_number_stays_so_and_harms_nobody_else() -> None:
     case, rule = Case(4, 2, 16, 16, [70, 90], np.float32), Rule(0.3)
     clean = case.attend(rule)

@@ -1,11 +1,11 @@
-"""Products of few rows, in C++, on the CPU.
+"""Products of few rows and their attention, in C++, on the CPU.
 
 XLA's CPU backend copies a matrix out of its stack, in one thread, before it multiplies it, and takes several times as
 long as reading does for the bfloat16 products of few rows. These custom calls read matrices where they lie. Products of
 a row do not depend on which other rows there are, in which slot its matrix lies, or how many threads compute; they are
 not the bits of XLA's own products.
 
-Knows rows and matrices, and whether the code can be had on this machine. Refuses to know what an expert is.
+Knows rows and matrices, and whether the code can be had on this machine. Refuses to know what they are products for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from novalm_jax.options import Kernels
 _log = logging.getLogger("novalm_jax")
 
 FEW_ROWS = 64
-"""Fewer rows than these are for native code; XLA has more work for each weight that it reads."""
+"""From so many rows on XLA multiplies: only fewer leave it waiting for memory."""
 
 _STEP = 32
 """Inputs that the code reads at a time; it pads rows to a multiple of them."""
@@ -78,13 +78,13 @@ def rows_times(
     check_dtype(x)
     count, outputs = slots.shape[0], [stack.shape[2 if inputs_first else 1] for stack in stacks]
     shapes = (packed_shape(count, x.shape[1]), *((count, o) for o in outputs))
-    call = jax.ffi.ffi_call(load()["expert_rows"], [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
-    _, *out = call(x, slots, *stacks, choices=np.int64(count // max(1, x.shape[0])), inputs_first=inputs_first)
+    call = jax.ffi.ffi_call(load()["matrix_rows"], [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    _, *out = call(x, slots, *stacks, choices=np.int64(max(1, count // max(1, len(x)))), inputs_first=inputs_first)
     return tuple(out)
 
 
 def products(x: jax.Array, weights: Sequence[jax.Array]) -> list[jax.Array]:
-    """x `[..., i]`, float32 or bfloat16, times each of `weights [o, i]` in its dtype: float32 `[..., o]`."""
+    """x `[..., i]`, as in `rows_times`, times each of `weights [o, i]`: float32 `[..., o]`."""
     rows = x.reshape(-1, x.shape[-1])
     out = rows_times(rows, jnp.zeros(len(rows), jnp.int32), [weight[None] for weight in weights], False)
     return [each.reshape(*x.shape[:-1], each.shape[-1]) for each in out]
@@ -93,7 +93,7 @@ def products(x: jax.Array, weights: Sequence[jax.Array]) -> list[jax.Array]:
 def check_dtype(x: jax.Array) -> None:
     """Raises TypeError where the native code does not know the dtype of x."""
     if x.dtype not in (jnp.float32, jnp.bfloat16):
-        raise TypeError(f"native products are of float32 or bfloat16, not {x.dtype}")
+        raise TypeError(f"native code knows float32 and bfloat16, not {x.dtype}")
 
 
 def packed_shape(choices: int, inputs: int) -> tuple[int, int]:

@@ -3,6 +3,8 @@
 // Pages are read where they lie, in the order of their positions, and an online softmax (arXiv:1805.02867) is carried
 // through them in float32. What comes out of a row depends neither on other rows nor on which pages it has.
 
+#include <limits>
+
 #include "tiles.h"
 
 namespace novalm {
@@ -40,7 +42,7 @@ struct Softmax {
   float Add(float* scores, int64_t count, float scale) {
     int64_t whole = (count + kLanes - 1) / kLanes * kLanes;
     for (int64_t i = 0; i < count; ++i) scores[i] *= scale;
-    std::fill(scores + count, scores + whole, kNever);
+    std::fill(scores + count, scores + whole, -std::numeric_limits<float>::infinity());
     Floats tops = Floats{} + top;
     for (int64_t i = 0; i < whole; i += kLanes) {
       Floats some = Load<Floats>(scores + i);
@@ -121,7 +123,9 @@ struct Attention {
     }
     for (int64_t h = 0; h < count; ++h) {
       PutInOrder<Number>(mixing.out[h], value_dim);
-      for (int64_t i = 0; i < value_dim; ++i) mixing.out[h][i] /= softmax[h].total;
+      // Nothing weighs anything where all scores are minus infinity.
+      float total = softmax[h].total == 0 ? 1 : softmax[h].total;
+      for (int64_t i = 0; i < value_dim; ++i) mixing.out[h][i] /= total;
     }
   }
 };
@@ -134,14 +138,14 @@ ffi::Error AttentionRows(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuff
                          float scale, int64_t window, int64_t chunk, ffi::Result<ffi::AnyBuffer> out) {
   auto rows = q.dimensions(), k = keys.dimensions(), v = values.dimensions(), table = tables.dimensions(),
        mixed = out->dimensions();
-  std::string shapes = "q " + Shape(rows) + ", keys " + Shape(k) + ", values " + Shape(v) + ", tables " + Shape(table) +
-                       ", starts " + Shape(starts.dimensions()) + ", ends " + Shape(ends.dimensions()) + ", sinks " +
-                       Shape(sinks.dimensions());
   if (rows.size() != 3 || k.size() != 4 || v.size() != 4 || table.size() != 2 || mixed.size() != 3 ||
       k[0] != v[0] || k[1] != v[1] || k[2] != v[2] || k[1] == 0 || k[2] == 0 || rows[1] % k[1] || rows[2] != k[3] ||
       table[0] != rows[0] || mixed[0] != rows[0] || mixed[1] != rows[1] || mixed[2] > v[3] ||
       static_cast<int64_t>(starts.element_count()) != rows[0] || ends.element_count() != starts.element_count() ||
       (sinks.element_count() && static_cast<int64_t>(sinks.element_count()) != rows[1]) || window < 0 || chunk < 0) {
+    std::string shapes = "q " + Shape(rows) + ", keys " + Shape(k) + ", values " + Shape(v) + ", tables " +
+                         Shape(table) + ", starts " + Shape(starts.dimensions()) + ", ends " +
+                         Shape(ends.dimensions()) + ", sinks " + Shape(sinks.dimensions());
     return ffi::Error::InvalidArgument("attention rows: shapes do not match: " + shapes);
   }
   bool narrow = IsNarrow(q.element_type());

@@ -25,6 +25,7 @@ _SOURCES = sorted(Path(__file__).parent.glob("*.cc"))
 """Each has the handler of one custom call, which is named like it."""
 
 _HEADERS = sorted(Path(__file__).parent.glob("*.h"))
+_PREFIX = "rows_"
 _COMPILERS = ("c++", "g++", "clang++")
 # Every product is contracted with its sum, or none is: the bits must not depend on how many rows are computed together.
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC")
@@ -63,8 +64,8 @@ def _loaded() -> tuple[dict[str, str] | None, str]:
 
 
 def _register(path: Path) -> dict[str, str]:
-    """Names have that of the library, so that a program that is kept is never run with other code."""
-    names = {source.stem: f"novalm_{source.stem}_{path.stem}" for source in _SOURCES}
+    """Names have the digest of the library, so that a program that is kept is never run with other code."""
+    names = {source.stem: f"novalm_{source.stem}_{path.stem.removeprefix(_PREFIX)}" for source in _SOURCES}
     if path.stem not in _libraries:
         try:
             library = ctypes.CDLL(str(path))
@@ -91,7 +92,7 @@ def build() -> Path:
     parts = (*texts, version, jaxlib_version(), _processor(), *_FLAGS)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = native_code_folder()
-    path = folder / f"rows_{digest}.so"
+    path = folder / f"{_PREFIX}{digest}.so"
     if path.exists():
         return path
     try:

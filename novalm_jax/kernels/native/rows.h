@@ -44,8 +44,6 @@ constexpr int kRows = 4;
 constexpr int kDepth = 8;
 // Bytes of a matrix that a thread takes at a time.
 constexpr int64_t kPart = 128 << 10;
-// Outputs that a thread takes at a time of a matrix with inputs first, so that it reads some neighbours of each input.
-constexpr int64_t kNeighbours = 512;
 // Outputs that are computed side by side, of matrices with outputs first: memory gives several streams faster than one.
 constexpr int kStreams = 4;
 constexpr int kLine = 64;
@@ -295,7 +293,7 @@ class FlushDenormals {
   }
   static void Set(uint64_t flags) { asm volatile("msr fpcr, %0" : : "r"(flags)); }
 #else
-#error "expert rows: neither x86-64 nor arm64"
+#error "native code: neither x86-64 nor arm64"
 #endif
   const uint64_t before_ = Get();
 };

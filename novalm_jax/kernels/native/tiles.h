@@ -84,12 +84,14 @@ struct ByTiles {
       shapes.bytes[tile] = tile == 1 ? kStep * sizeof(Weight) : columns * sizeof(float);
       shapes.rows[tile] = kSide;
     }
-    Written(&shapes);
+    KeepOrder(&shapes);
     _tile_loadconfig(&shapes);
+    KeepOrder(&shapes);
   }
 
-  // The compiler does not know that instructions of tiles read what was written before.
-  static void Written(const void* memory) { asm volatile("" : : "r"(memory) : "memory"); }
+  // The compiler does not know that instructions of tiles read memory: what is written before stays before, and what
+  // is written afterwards stays behind.
+  static void KeepOrder(const void* memory) { asm volatile("" : : "r"(memory) : "memory"); }
 
   // Packed rows times `outputs` rows of weights, up to `kSide`: sums `[kSide, rows]`.
   static void MultiplySide(const char* x, int64_t rows, const Weight* weights, int64_t inputs, int64_t outputs,
@@ -110,8 +112,9 @@ struct ByTiles {
         for (int64_t o = 0; o < outputs; ++o) {
           std::memcpy(step + o * kStep, weights + o * inputs + i, std::min<int64_t>(kStep, inputs - i) * sizeof(Weight));
         }
-        Written(step);
+        KeepOrder(step);
         _tile_loadd(1, step, kStep * sizeof(Weight));
+        KeepOrder(step);
       }
       _tile_dpbf16ps(0, 1, 2);
     }

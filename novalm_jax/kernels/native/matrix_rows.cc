@@ -19,7 +19,7 @@ struct Part {
 };
 
 template <typename Kind>
-struct Experts {
+struct Products {
   std::vector<Group> groups;
   std::vector<int64_t> outputs;
   std::vector<Part> parts;
@@ -49,7 +49,7 @@ void Multiply(ffi::ThreadPool threads, const Weight* x, const int32_t* slots, in
   std::vector<int64_t> order(count);
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return slots[a] < slots[b]; });
-  Experts<Kind> experts{{}, {}, {}, inputs, inputs_first};
+  Products<Kind> products{{}, {}, {}, inputs, inputs_first};
   int64_t row_bytes = std::max<int64_t>(1, inputs * sizeof(Weight)), bytes = 0;
   int64_t part = std::max(kPart / row_bytes, inputs_first ? kNeighbours : 1);
   part = (part + kStep - 1) / kStep * kStep;
@@ -78,27 +78,32 @@ void Multiply(ffi::ThreadPool threads, const Weight* x, const int32_t* slots, in
       group.out.clear();
       for (auto i = n; i != next; ++i) group.out.push_back(stack.out + *i * stack.outputs);
       for (int64_t begin = 0; begin < stack.outputs; begin += part) {
-        experts.parts.push_back(
-            {static_cast<int64_t>(experts.groups.size()), begin, std::min(begin + part, stack.outputs)});
+        products.parts.push_back(
+            {static_cast<int64_t>(products.groups.size()), begin, std::min(begin + part, stack.outputs)});
       }
-      experts.groups.push_back(group);
-      experts.outputs.push_back(stack.outputs);
+      products.groups.push_back(group);
+      products.outputs.push_back(stack.outputs);
       bytes += stack.outputs * row_bytes;
     }
   }
-  int64_t size = experts.parts.size();
-  InParallel(threads, size, bytes, std::move(experts));
+  int64_t size = products.parts.size();
+  InParallel(threads, size, bytes, std::move(products));
 }
 
 // x [t, i] and stacks [s, o, i] or [s, i, o], all bfloat16 (or its bits) or all float32; int32 slots [n], negative for
 // none, of which `choices` follow one another for each row of x. Gives float32 [n, i up to a whole step], which is of no
 // use afterwards, and float32 [n, o] of each stack.
-ffi::Error ExpertRows(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer slots, ffi::RemainingArgs stacks,
+ffi::Error MatrixRows(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer slots, ffi::RemainingArgs stacks,
                       int64_t choices, bool inputs_first, ffi::Result<ffi::AnyBuffer> packed,
                       ffi::RemainingRets outs) {
   auto rows = x.dimensions(), chosen = slots.dimensions();
-  std::string shapes = "x " + Shape(rows) + ", slots " + Shape(chosen) + ", " + std::to_string(choices) + " choices";
-  auto mismatch = [&] { return ffi::Error::InvalidArgument("expert rows: shapes do not match: " + shapes); };
+  auto mismatch = [&] {
+    std::string shapes = "x " + Shape(rows) + ", slots " + Shape(chosen) + ", " + std::to_string(choices) + " choices";
+    for (size_t i = 0; i < stacks.size(); ++i) {
+      shapes += ", stack " + Shape(stacks.get<ffi::AnyBuffer>(i)->dimensions());
+    }
+    return ffi::Error::InvalidArgument("matrix rows: shapes do not match: " + shapes);
+  };
   if (rows.size() != 2 || chosen.size() != 1 || choices < 1 || chosen[0] != rows[0] * choices ||
       stacks.size() != outs.size() ||
       static_cast<int64_t>(packed->element_count()) != chosen[0] * Padded(rows[1])) {
@@ -113,7 +118,6 @@ ffi::Error ExpertRows(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer 
     ffi::AnyBuffer stack = *stacks.get<ffi::AnyBuffer>(i);
     ffi::Result<ffi::AnyBuffer> out = *outs.get<ffi::AnyBuffer>(i);
     auto matrices = stack.dimensions();
-    shapes += ", stack " + Shape(matrices);
     if (matrices.size() != 3 || rows[1] != matrices[inputs_first ? 1 : 2]) return mismatch();
     int64_t outputs = matrices[inputs_first ? 2 : 1];
     if (static_cast<int64_t>(out->element_count()) != chosen[0] * outputs) return mismatch();
@@ -121,14 +125,14 @@ ffi::Error ExpertRows(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer 
     if (!all_known) break;
     for (int64_t n = 0; n < chosen[0]; ++n) {
       if (slot[n] >= matrices[0]) {
-        return ffi::Error::InvalidArgument("expert rows: slot " + std::to_string(slot[n]) + " of " +
+        return ffi::Error::InvalidArgument("matrix rows: slot " + std::to_string(slot[n]) + " of " +
                                            std::to_string(matrices[0]));
       }
     }
     found.push_back({stack.untyped_data(), outputs, out->typed_data<float>()});
   }
   if (!all_known) {
-    return ffi::Error::InvalidArgument("expert rows: x and stacks are all bfloat16 or all float32, slots are int32");
+    return ffi::Error::InvalidArgument("matrix rows: x and stacks are all bfloat16 or all float32, slots are int32");
   }
   return ByKind(narrow, [&](auto kind) {
     using Kind = decltype(kind);
@@ -141,7 +145,7 @@ ffi::Error ExpertRows(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer 
 }  // namespace
 }  // namespace novalm
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(novalm_expert_rows, novalm::ExpertRows,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(novalm_matrix_rows, novalm::MatrixRows,
                               novalm::ffi::Ffi::Bind()
                                   .Ctx<novalm::ffi::ThreadPool>()
                                   .Arg<novalm::ffi::AnyBuffer>()
