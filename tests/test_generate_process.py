@@ -210,7 +210,7 @@ def test_compiled_programs_are_kept_unless_told_otherwise(model, tmp_path):
     once = command("--model", model, "--prompt", "a")
     kept, none = tmp_path / "kept", tmp_path / "none"
     assert finished([*once, "--no-compilation-cache"], XDG_CACHE_HOME=str(none)).stdout == "bc\n"
-    assert not none.exists()
+    assert {path.parent for path in _files(none)} <= {none / "novalm-jax" / "native"}
     assert finished(once, XDG_CACHE_HOME=str(kept)).stdout == "bc\n"
     written = _files(kept)
     assert len(written) > 5 and all(path.is_relative_to(kept / "novalm-jax") for path in written)

@@ -205,7 +205,7 @@ def test_the_report_has_every_figure_it_promises(tiny):
     assert figures["programs_compiled"] + figures["programs_from_cache"] > 0 and figures["compute_seconds"] > 0
     assert figures["disk_bytes_read"] == sum(tensor.nbytes for tensor in list_tensors(tiny).values())
     text, html = str(report), report._repr_html_()
-    for name in ("device peak", "experts on device", "generated tokens", "kernel: experts"):
+    for name in ("device peak", "experts on device", "generated tokens", "kernel: decode steps"):
         assert re.search(rf"^{name} +\S", text, re.MULTILINE)
         assert f"<th>{name}</th>" in html
     assert html.startswith("<table>") and html.endswith("</table>")

@@ -5,6 +5,7 @@ Knows the golden folders (tests/golden/README.md says what is in them and how ex
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import shutil
@@ -82,7 +83,11 @@ def test_logits_in_float32(case: str) -> None:
     assert np.abs(logits - golden(case).logits).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", DISTINCT)
+# One case a family; its other cases are made of the same parts, but for these.
+ONE_A_FAMILY = [c for c in DISTINCT if "-" not in c] + ["deepseek_v2-full", "ernie4_5_moe-bias", "llama-hub"]
+
+
+@pytest.mark.parametrize("case", ONE_A_FAMILY)
 def test_logits_in_bfloat16(case: str) -> None:
     model = load_model(GOLDEN / case, "bfloat16")
     wide = {path for path, param in parameters_of(model).items() if param.dtype != jnp.bfloat16}
@@ -114,11 +119,7 @@ def without_gradient(case: str, path: str) -> bool:
     return path.endswith("choice_bias") or (case.startswith("phimoe") and path.endswith("router.weight"))
 
 
-# One case a family; its other cases are made of the same parts, but for these.
-DIFFERENTIATED = [c for c in DISTINCT if "-" not in c] + ["deepseek_v2-full", "ernie4_5_moe-bias", "llama-hub"]
-
-
-@pytest.mark.parametrize("case", DIFFERENTIATED)
+@pytest.mark.parametrize("case", ONE_A_FAMILY)
 def test_gradients_reach_every_parameter(case: str) -> None:
     """A detached branch has a gradient of zero; a masked softmax done wrong has one of NaN."""
     graph, state = nnx.split(load_model(GOLDEN / case))
@@ -178,10 +179,12 @@ def test_prefill_and_decode_give_the_golden_logits_and_ids(case: str) -> None:
     assert_bounded(sequences.executor._programs)
 
 
-@pytest.mark.parametrize("kernels", ["native", "xla"])
 @pytest.mark.parametrize(
-    "case",
-    ["mixtral-bf16", "qwen2_moe", "olmoe-clip", "granitemoe", "deepseek_v3", "gpt_oss", "llama4_text-chunk"],
+    ("case", "kernels"),
+    [
+        *((case, "native") for case in ("mixtral-bf16", "qwen2_moe", "olmoe-clip", "granitemoe")),
+        *itertools.product(("deepseek_v3", "gpt_oss", "llama4_text-chunk"), ("native", "xla")),
+    ],
 )
 def test_prefill_and_decode_in_bfloat16(case: str, kernels: Kernels) -> None:
     sequences = sequences_of(case, "bfloat16", kernels=kernels)
@@ -267,9 +270,14 @@ class Apart:
         return self._compiled[key](*arguments)
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(DECODE_ROWS[0], "xla"), (DECODE_ROWS[1], "native")])
+@pytest.mark.parametrize(
+    ("case", "rows", "kernels"),
+    [
+        *((case, 8, "native") for case in ("qwen2_moe", "granitemoe", "deepseek_v3", "gpt_oss", "llama4_text")),
+        *((case, 4, "xla") for case in ("deepseek_v3", "gpt_oss", "llama4_text")),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", ["qwen2_moe", "granitemoe", "deepseek_v3", "gpt_oss", "llama4_text"])
 def test_a_step_cut_at_the_router_gives_the_bits_of_the_whole_step(
     case: str, dtype: str, rows: int, kernels: Kernels
 ) -> None:

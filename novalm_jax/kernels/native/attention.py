@@ -41,7 +41,7 @@ def paged(
     """
     check_dtype(q)
     b, _, h, c = q.shape
-    logits = jnp.zeros(0) if sinks is None else sinks.astype(jnp.float32)
+    logits = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     call = jax.ffi.ffi_call(load()["attention_rows"], jax.ShapeDtypeStruct((b, h, value_dim), jnp.float32))
     limits = {"window": np.int64(rule.window or 0), "chunk": np.int64(rule.chunk or 0)}
     queries = q.reshape(b, h, c)
