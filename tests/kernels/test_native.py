@@ -261,6 +261,8 @@ def test_a_model_says_what_computes_its_steps(folder: Path) -> None:
     [
         (None, "there is no C++ compiler"),
         ("exit 3", "fails: exit code 3"),
+        ("exit 0", "writes nothing"),
+        (r'printf "\351" >&2; exit 1', "fails: \N{REPLACEMENT CHARACTER}"),
         (
             '[ "$1" = --version ] && exit 0; echo "In file x:" >&2; echo "x:3: error: no such thing" >&2; exit 1',
             "thing",
@@ -295,14 +297,29 @@ def test_a_folder_that_cannot_be_written_is_said(unbuilt: Path) -> None:
         native.choose_kernels("native")
 
 
+def test_without_a_home_the_cache_has_no_folder_and_that_is_said(
+    unbuilt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless(*_: Any) -> Any:
+        raise RuntimeError("no home")
+
+    make_compiler(unbuilt, "exit 0")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(OptionError, match=r"there is no cache folder \(no home\); set XDG_CACHE_HOME"):
+        native.choose_kernels("native")
+
+
 def test_another_compiler_or_processor_builds_another_library(unbuilt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The name of the custom call has it too, so that a program that is kept is never run with other code."""
     names = set()
     for version, processor in (("1", "a"), ("2", "a"), ("2", "b")):
-        make_compiler(unbuilt, f'[ "$1" = --version ] && echo {version}; exit 0')
+        make_compiler(
+            unbuilt, f'[ "$1" = --version ] && echo {version} && exit; for last; do :; done; echo x > "$last"'
+        )
         monkeypatch.setattr(build_module, "_processor", lambda processor=processor: processor)
         names.add(build_module.build())
-    assert len(names) == 3 and all(path.exists() for path in names)
+    assert len(names) == 3 and {stat.S_IMODE(path.stat().st_mode) for path in names} == {0o755}
 
 
 def test_other_backends_compute_with_xla(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

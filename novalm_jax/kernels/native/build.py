@@ -91,7 +91,10 @@ def build() -> Path:
     texts = [path.read_text(encoding="utf-8") for path in (*_SOURCES, *_HEADERS)]
     parts = (*texts, version, jaxlib_version(), _processor(), *_FLAGS)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    folder = native_code_folder()
+    try:
+        folder = native_code_folder()
+    except RuntimeError as error:
+        raise BuildError(f"there is no cache folder ({error}); set XDG_CACHE_HOME.") from error
     path = folder / f"{_PREFIX}{digest}.so"
     if path.exists():
         return path
@@ -103,6 +106,12 @@ def build() -> Path:
     os.close(handle)
     try:
         _run(compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", *map(str, _SOURCES), "-o", name)
+        with open(name, "rb") as written:
+            if not os.fstat(written.fileno()).st_size:
+                raise BuildError(f"{compiler} writes nothing; install another C++ compiler.")
+            # For whoever shares the folder; and whole on the disk before it has its name, as half of it ends a process.
+            os.fchmod(written.fileno(), 0o755)
+            os.fsync(written.fileno())
         os.replace(name, path)
     finally:
         Path(name).unlink(missing_ok=True)
@@ -112,7 +121,7 @@ def build() -> Path:
 def _run(*command: str) -> str:
     """What a command says."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} cannot be run ({error}); install another C++ compiler.") from error
     if done.returncode:
