@@ -109,11 +109,12 @@ def measure_batches(model: str | Path | None, options: BatchBenchOptions, engine
     """
     given = asdict(engine) | {"max_batch": max(options.sizes), "prefix_cache": False}
     with LLM(model, **given) as llm:
-        measured = tuple(_measure(llm, size, options) for size in options.sizes)
+        probe = _Probe()
+        measured = tuple(_measure(llm, size, options, probe) for size in options.sizes)
     return Batches(None if model is None else str(model), engine.dtype, options, measured)
 
 
-def _measure(llm: LLM, size: int, options: BatchBenchOptions) -> BatchFigures:
+def _measure(llm: LLM, size: int, options: BatchBenchOptions, probe: _Probe) -> BatchFigures:
     start, draw = llm.report(), np.random.default_rng(size)
     lengths = list(islice(cycle(options.lengths), size))
     prompts = [draw.integers(0, llm.config.vocab_size, length).tolist() for length in lengths]
@@ -121,7 +122,6 @@ def _measure(llm: LLM, size: int, options: BatchBenchOptions) -> BatchFigures:
     streams = llm.streams(prompts, SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
     while min(stream.token_count for stream in streams) < FIRST:
         streams[0].advance()
-    probe = Probe()
     first, steps, rates = llm.report(), [], []
     chosen = first.generated_tokens - start.generated_tokens
     for _ in range(options.tokens):
@@ -152,7 +152,7 @@ def _measure(llm: LLM, size: int, options: BatchBenchOptions) -> BatchFigures:
     )
 
 
-class Probe:
+class _Probe:
     """Numbers on the device that a compiled program reads, to see how fast its memory is."""
 
     def __init__(self) -> None:

@@ -121,10 +121,9 @@ class Workspace:
         something is still to be done."""
         first, end = self._blocks[0]
         wide = _F32 * rows * (end - first) * (2 if self.config.head_bias or self.config.logits_divisor != 1 else 1)
-        packed = math.prod(packed_shape(rows, self.config.hidden_size))
-        if self.shapes.kernels == "xla" or rows >= FEW_ROWS:
-            packed = 0
-        return self._item * rows * self.config.hidden_size + _F32 * packed + wide + _I32 * rows + _SMALL
+        packed = _F32 * math.prod(packed_shape(rows, self.config.hidden_size)) if rows < FEW_ROWS else 0
+        wide += self._by_kernels(native=packed, xla=0)
+        return self._item * rows * self.config.hidden_size + wide + _I32 * rows + _SMALL
 
     def joined(self, rows: int) -> int:
         """Logits of all blocks, and those of the whole vocabulary."""
@@ -177,24 +176,28 @@ class Workspace:
     def decode(self, rows: int) -> int:
         """A step of the whole model: what takes most of it, and of every layer what its loops begin with, which may
         all be there from the start. Where native code computes, there are no loops."""
-        begun, inside, looped = 0, [self.head_of_step(rows)], self.shapes.kernels != "native"
+        begun, inside = 0, [self.head_of_step(rows)]
         for layer in self.config.layers:
             attention = layer.attention
             begun += _SMALL + self._up_copies(attention)
-            if looped:
-                begun += self._hidden(rows)
-                begun += self._item * rows * attention.num_heads * max(_key_dim(attention), _value_dim(attention))
+            loops = self._hidden(rows)
+            loops += self._item * rows * attention.num_heads * max(_key_dim(attention), _value_dim(attention))
             inside.append(self._attended(layer, rows, 1) + self._result(layer, rows))
             if isinstance(layer.feed_forward, MoEConfig):
-                begun += self._products(layer, rows) if looped else 0
+                loops += self._products(layer, rows)
                 inside.append(self._result(layer, rows) + self._multiplied(layer, rows))
                 inside.append(self._result(layer, rows) + self._combined(layer, rows) + self._hidden(rows))
+            begun += self._by_kernels(native=0, xla=loops)
         return begun + max(inside) + _F32 * rows * self.config.vocab_size + _SMALL
 
     def _around(self, tokens: int) -> list[int]:
         return [self.embed(tokens), self.head(tokens), self.head_of_block(tokens)]
 
     # --- parts of programs ---
+
+    def _by_kernels(self, *, native: int, xla: int) -> int:
+        """What few rows take where native code computes, or XLA; the most of both where that is not known."""
+        return {"native": native, "xla": xla, "auto": max(native, xla)}[self.shapes.kernels]
 
     def _pages(self, count: int) -> list[int]:
         """So many pages of each layer."""
@@ -246,16 +249,15 @@ class Workspace:
         queries_and_result = self._item * rows * each * (key + value)
         if isinstance(attention, LatentConfig):
             queries_and_result += 2 * _F32 * rows * each * max(key, value) + self._up_copies(attention)
-        # The result is in float32 first.
-        natively = queries_and_result + _F32 * rows * each * value if tokens == 1 else 0
-        if natively and self.shapes.kernels == "native":
-            return natively
         blocks = self._kv_block(attention, tokens)
         scores, mixed, sums = _F32 * each * PAGE, _F32 * each * value, 4 * _F32 * each
         masks = 2 * each * PAGE // (attention.num_kv_heads if isinstance(attention, AttentionConfig) else 1)
         # Scores before and after masking; then weights, and the values that they mix.
         walked = queries_and_result + blocks + masks + sums + mixed + scores + max(scores, mixed)
-        return max(walked, natively) if self.shapes.kernels == "auto" else walked
+        if tokens > 1:
+            return walked
+        # The result is in float32 first.
+        return self._by_kernels(native=queries_and_result + _F32 * rows * each * value, xla=walked)
 
     def _kv_block(self, attention: AttentionConfig | LatentConfig, tokens: int) -> int:
         """Keys and values of a block of positions, these also in float32."""
@@ -293,8 +295,7 @@ class Workspace:
     def _multiplied(self, layer: LayerConfig, rows: int) -> int:
         """Rows times their experts, beside the products that go out."""
         if rows < EXPERT_GROUP:
-            ways = {"native": self._natively, "xla": self._by_expert}
-            return max(way(layer, rows) for name, way in ways.items() if self.shapes.kernels in (name, "auto"))
+            return self._by_kernels(native=self._natively(layer, rows), xla=self._by_expert(layer, rows))
         assert isinstance(layer.feed_forward, MoEConfig)
         moe, d = layer.feed_forward, self.config.hidden_size
         weights = self._item * expert_count(d, moe.expert)

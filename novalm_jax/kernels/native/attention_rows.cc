@@ -162,9 +162,9 @@ ffi::Error AttentionRows(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuff
     using Kind = decltype(kind);
     auto data = [](ffi::AnyBuffer& buffer) { return static_cast<const typename Kind::Weight*>(buffer.untyped_data()); };
     Attention<Kind> attention{data(q), data(keys), data(values), tables.typed_data<int32_t>(),
-                                starts.typed_data<int32_t>(), ends.typed_data<int32_t>(),
-                                sinks.element_count() ? sinks.typed_data<float>() : nullptr, out->typed_data<float>(),
-                                rows[1], k[1], k[2], table[1], k[3], v[3], mixed[2], window, chunk, scale};
+                              starts.typed_data<int32_t>(), ends.typed_data<int32_t>(),
+                              sinks.element_count() ? sinks.typed_data<float>() : nullptr, out->typed_data<float>(),
+                              rows[1], k[1], k[2], table[1], k[3], v[3], mixed[2], window, chunk, scale};
     int64_t seen = 0;
     for (int64_t row = 0; row < rows[0]; ++row) {
       if (!attention.sees(row)) continue;
